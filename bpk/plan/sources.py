@@ -32,14 +32,19 @@ REENTRANT = f"{CheckpointFunction.__name__}Backward"
 
 
 class Sources(dict[Record, dict[int, Source]]):
-    """By call, and by input index: where inputs come from. The graph is looked at when a call is asked for first."""
+    """By call, and by input index: where inputs come from. The graph is looked at when a call is asked for first.
+
+    `looks` says how often it was.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.extended = ExtendedParameters()
         self.descent: dict[Record, list[Record]] = {}
+        self.looks = 0
 
     def __missing__(self, record: Record) -> dict[int, Source]:
+        self.looks += 1
         found: dict[int, Source] = {}
         for index in range(len(record.edges)):
             source = trace(record, index, self.extended)

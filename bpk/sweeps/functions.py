@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from bpk.fields.arrived import Columns
 from bpk.fields.awaited import expect_use
@@ -39,15 +38,15 @@ class BroadcastParameters:
         self.inspection = inspection
         self.parameters = parameters
         self.known = 0
-        self.expected: set[int] = set()
-        self.broadcasts: dict[int, dict[Node, Broadcast]] = {}
+        self.expected: dict[int, set[Broadcast]] = {}
+        self.broadcasts: dict[int, dict[Broadcast, None]] = {}
 
     def find(self) -> None:
         """Look at all stretches that were found until now."""
         sources, attribution = self.inspection.sources, self.inspection.attribution
-        if self.known == len(sources):
+        if self.known == sources.looks:
             return
-        self.known, refused = len(sources), set[int]()
+        self.known, refused = sources.looks, set[int]()
         for record, source in [(reader, source) for reader in sources for source in sources[reader].values()]:
             rows, n = attribution.of(record)
             usual = rows is None and not (attribution.mixed or self.inspection.with_module_extensions)
@@ -55,13 +54,12 @@ class BroadcastParameters:
             for k, p in enumerate(source.trained):
                 if k not in found or not all(engine.will_run(use.node) for use in found[k]):
                     refused.add(id(p))
-                for use in found.get(k, ()):
-                    self.broadcasts.setdefault(id(p), {})[use.node] = use
-        if refused & self.expected:
+                self.broadcasts.setdefault(id(p), {}).update(dict.fromkeys(found.get(k, ())))
+        if refused & self.expected.keys():
             what = "A parameter that functions spread over samples is used otherwise behind another loss."
             reason = "autograd adds up both, and was already expected to bring individual gradients."
             raise UnsupportedLayer(explain(what, reason, "extend all losses (bpk.extend(loss_fn))."))
-        self.broadcasts = {key: nodes for key, nodes in self.broadcasts.items() if key not in refused}
+        self.broadcasts = {key: uses for key, uses in self.broadcasts.items() if key not in refused}
 
     def expect(self, source: Source, sweeps: Mapping[Hashable, Gradient], n: int) -> bool:
         """Wait for autograd at the functions of a stretch; whether that does for all of its parameters."""
@@ -69,12 +67,10 @@ class BroadcastParameters:
         if torch.is_grad_enabled() or any(id(p) not in self.broadcasts for p in source.trained):
             return False
         for p in source.trained:
-            uses = {} if id(p) in self.expected else self.broadcasts[id(p)]
-            self.expected.add(id(p))
-            for node, use in uses.items():
-                state = self.parameters.state_of(p)
-                reached = partial(self.collect, state, source, sweeps, n, use)
-                expect_use(self.parameters, node, [state], reached)
+            expected, state = self.expected.setdefault(id(p), set()), self.parameters.state_of(p)
+            for use in [use for use in self.broadcasts[id(p)] if use not in expected]:
+                expected.add(use)
+                expect_use(self.parameters, use.node, [state], partial(self.collect, state, source, sweeps, n, use))
         return True
 
     def collect(

@@ -236,3 +236,41 @@ def test_one_of_two_encoders_is_frozen() -> None:
         loss(student(x), teacher(x)).backward()
     torch.testing.assert_close(first, student[0].weight.diag_ggn_exact)
     assert float(first.abs().min()) > 0
+
+
+class WithPositions(nn.Module):
+    """Functions use parameters: a scale of features, embeddings of positions, one as weight and bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.places = nn.Linear(3, 4), nn.Linear(4, 2), nn.Embedding(5, 4)
+        self.scale, self.both = nn.Parameter(rand(4)), nn.Parameter(rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.layer_norm(self.first(x), (4,), self.both, self.both * 2)
+        h = h.tanh() * self.scale + self.places(torch.arange(x.shape[1]))
+        out: Tensor = self.last(h).mean(1)
+        return out
+
+
+def preferred(model: nn.Module, *inputs: Tensor) -> Tensor:
+    """The loss of each sample: the first answer should be better than all others."""
+    first, *others = [model(x).sum(1) for x in inputs]
+    return -functional.logsigmoid(first - sum(others))
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_functions_use_parameters_in_each_of_several_calls_behind_a_loss_that_is_not_extended(calls: int) -> None:
+    """Autograd comes to one call after the other; what it finds behind the first is not all that there is."""
+    torch.manual_seed(0)
+    model, inputs = WithPositions().double(), [rand(4, 5, 3) for _ in range(calls)]
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(loss / 4, params, retain_graph=True) for loss in preferred(model, *inputs)]
+    bpk.extend(model)
+    with bpk.backpack(E.BatchGrad(), E.BatchL2Grad(), E.SumGradSquared()):
+        preferred(model, *inputs).mean().backward()
+    for p, each in zip(params, zip(*rows, strict=True), strict=True):
+        expected = torch.stack(each)
+        torch.testing.assert_close(p.grad_batch, expected)
+        torch.testing.assert_close(p.batch_l2, expected.flatten(1).square().sum(1))
+        torch.testing.assert_close(p.sum_grad_squared, expected.square().sum(0))
