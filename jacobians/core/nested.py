@@ -45,9 +45,7 @@ def mapped(value: Any, change: Callable[[Any], Any], around: tuple[Any, ...] = (
         parts = {name: mapped(part, change, around) for name, part in value.items()}
         try:
             made = copy.copy(value)
-        except (
-            KeyError
-        ):  # Python 3.10 asks for `__getstate__`; an entry of that name is missed where these are attributes
+        except KeyError:  # Python 3.10 asks for `__getstate__`, and where entries are attributes, for one of that name
             made = type(value)()
         try:
             for name, part in parts.items():

@@ -1,7 +1,7 @@
 """Which axis is that of samples, where shapes do not tell: another one is as long.
 
 `python -m tests.random_networks.axes --count 400 --seed 0` looks at more models, `...named_axes` at more programs, and
-`...passes` at more passes over one graph.
+`...passes` at more passes over one graph, and `...calls` at more models that are called several times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk.extensions import BatchGrad
-from tests.random_networks import axes, named_axes, passes
+from tests.random_networks import axes, calls, named_axes, passes
 
 SEQUENCES = (6, 9, 10, 11, 27, 37, 61, 64, 75, 78, 84, 92, *range(100, 116))
 """The first dozen were wrong, or refused, before a call's layout in the data was looked at."""
@@ -37,6 +37,13 @@ def test_programs_over_named_axes(seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, 9, 31, 47, 64, 74, 77, 145])
 def test_several_passes_and_losses(seed: int) -> None:
     assert not passes.wrong(seed), passes.draw(seed)
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+@pytest.mark.parametrize("seed", [43, 151, 165, 195])
+def test_several_calls_behind_a_loss_that_is_not_extended(seed: int) -> None:
+    """All were wrong while what functions do with parameters was looked at in front of the first call only."""
+    assert not calls.wrong(seed), calls.draw(seed)
 
 
 class Flow(nn.Module):
