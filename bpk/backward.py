@@ -176,6 +176,8 @@ class Backward:
             return
         for above in self.inspection.above.values():
             for record in above:
+                if record.released:  # autograd was there, and may have freed the graph
+                    continue
                 passed = not self.sweeps.second_order or record in self.at_losses.touched
                 usual = record.rule is not None and record.recomputed is None and not record.is_loss
                 if passed and usual and self.observing.is_idle_at(record):

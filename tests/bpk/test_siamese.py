@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
@@ -239,18 +240,26 @@ def test_one_of_two_encoders_is_frozen() -> None:
 
 
 class WithPositions(nn.Module):
-    """Functions use parameters: a scale of features, embeddings of positions, one as weight and bias."""
+    """Functions use parameters: a scale of features, embeddings of positions, one as weight and bias, a product.
 
-    def __init__(self) -> None:
+    The product may be in a checkpoint.
+    """
+
+    def __init__(self, checkpoint: bool = False) -> None:
         super().__init__()
+        self.checkpoint, self.product = checkpoint, nn.Parameter(rand(4, 4))
         self.first, self.last, self.places = nn.Linear(3, 4), nn.Linear(4, 2), nn.Embedding(5, 4)
         self.scale, self.both = nn.Parameter(rand(4)), nn.Parameter(rand(4))
 
     def forward(self, x: Tensor) -> Tensor:
         h = functional.layer_norm(self.first(x), (4,), self.both, self.both * 2)
         h = h.tanh() * self.scale + self.places(torch.arange(x.shape[1]))
+        h = checkpoint(self.multiplied, h, use_reentrant=False) if self.checkpoint else self.multiplied(h)
         out: Tensor = self.last(h).mean(1)
         return out
+
+    def multiplied(self, h: Tensor) -> Tensor:
+        return h + functional.linear(h.sin(), self.product).tanh()
 
 
 def preferred(model: nn.Module, *inputs: Tensor) -> Tensor:
@@ -260,10 +269,13 @@ def preferred(model: nn.Module, *inputs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3])
-def test_functions_use_parameters_in_each_of_several_calls_behind_a_loss_that_is_not_extended(calls: int) -> None:
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_functions_use_parameters_in_each_of_several_calls_behind_a_loss_that_is_not_extended(
+    calls: int, checkpointed: bool
+) -> None:
     """Autograd comes to one call after the other; what it finds behind the first is not all that there is."""
     torch.manual_seed(0)
-    model, inputs = WithPositions().double(), [rand(4, 5, 3) for _ in range(calls)]
+    model, inputs = WithPositions(checkpointed).double(), [rand(4, 5, 3) for _ in range(calls)]
     params = list(model.parameters())
     rows = [torch.autograd.grad(loss / 4, params, retain_graph=True) for loss in preferred(model, *inputs)]
     bpk.extend(model)

@@ -71,7 +71,7 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
         if found := as_picked(above, test, picked, sure=False, complete=False):
             return found
     assert refusal is not None
-    if not isinstance(refusal, LastResort) and any(map(is_of_data, above)):
+    if not isinstance(refusal, LastResort) and any(map(is_of_data, above)):  # what all samples share may be data, too
         test = partial(check_hypothesis, root, above, sources, False, any_shared=True)
         with suppress(UnsupportedLayer):
             return first_that_holds(root, above, test, picked, laid_out=False)
