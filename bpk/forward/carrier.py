@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -98,10 +98,8 @@ class Carrier(StandIn):
 
 def is_inside_of_transform() -> bool:
     """Whether a transform of `torch.func` calls, also where it has stepped back to let its function run."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and TRANSFORMS not in frame.f_code.co_filename.replace("\\", "/"):
-        frame = frame.f_back
-    return frame is not None
+    files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe()))
+    return any(TRANSFORMS in file.replace("\\", "/") for file in files)
 
 
 def transformed() -> str:

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from inspect import signature
-from types import FrameType, FunctionType
+from traceback import walk_stack
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -155,10 +156,8 @@ def function_of_users() -> type[torch.autograd.Function] | None:
         for kind in subclasses(torch.autograd.Function)
         if isinstance(kind.forward, FunctionType)
     }
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in forward_passes:
-        frame = frame.f_back
-    return None if frame is None else forward_passes[frame.f_code]
+    codes = (frame.f_code for frame, _ in walk_stack(sys._getframe()))
+    return next((forward_passes[code] for code in codes if code in forward_passes), None)
 
 
 def subclasses(base: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:

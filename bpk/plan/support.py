@@ -211,10 +211,10 @@ def require_batch(record: Record) -> None:
     """Refuse an empty batch, and a single sample without a batch axis."""
     least = record.rule.least_axes if isinstance(record.rule, Loss) and not record.problem else 0
     live = [x for x in record.inputs if x.requires_grad] if least else []
-    for x in (x for x in live if x.dim() < least):
-        alone = all(other.dim() < least for other in live)
+    if short := [x for x in live if x.dim() < least]:
+        alone = len(short) == len(live)
         given = "a prediction" if alone else "a tensor that depends on parameters, beside its prediction,"
-        what = f"The loss {record.where} got {given} of shape {tuple(x.shape)}, which has no batch axis."
+        what = f"The loss {record.where} got {given} of shape {tuple(short[0].shape)}, which has no batch axis."
         do = ADD_AXIS if alone else "let the model repeat it for all samples: temperature.expand(len(x), 1)."
         raise UnsupportedLayer(explain(what, "quantities are those of the samples of a batch.", do))
     if not record.problem and record.inputs and record.batch_size == 0:

@@ -43,11 +43,22 @@ def linear_sides(module: Any) -> tuple[int, int]:
 
 def linear_rows(module: Any, given: Given, entries: Tensor) -> list[Tensor]:
     """`[E, N, R]`: entries of `a` in all samples and positions."""
-    return [torch.stack([linear_row(module, given, int(k)) for k in entries])]
+    if isinstance(module, TABLES):
+        module = copy.copy(module)
+        module.max_norm = None  # the factors are those of rows as they are; their norm would shrink a unit vector
+    bias = evaluated(module, given, torch.zeros_like(module.weight))  # whatever computes it: pruning, a parametrisation
+    return [torch.stack([linear_row(module, given, int(k), bias) for k in entries])]
 
 
-def linear_row(module: Any, given: Given, k: int) -> Tensor:
-    """`[N, R]`: what entry `k` of a row of the weight multiplies, in all samples and positions.
+def evaluated(module: Any, given: Given, weight: Tensor) -> Tensor:
+    """The layer with another weight."""
+    with torch.no_grad():
+        out: Tensor = functional_call(module, {"weight": weight}, given[0], dict(given[1]))
+    return out
+
+
+def linear_row(module: Any, given: Given, k: int, bias: Tensor) -> Tensor:
+    """`[N, R]`: what entry `k` of a row of the weight multiplies, in all samples and positions; `bias` is taken off.
 
     The first row of each group; groups are averaged. Rows of transposed convolutions are those of the weight
     with its first two axes exchanged, rows of a table of embeddings its columns.
@@ -60,12 +71,7 @@ def linear_row(module: Any, given: Given, k: int) -> Tensor:
         for part in unit.chunk(groups):
             row = part[:, 0] if getattr(module, "transposed", False) else part[0]
             row[torch.unravel_index(torch.tensor(k, device=unit.device), row.shape)] = 1.0
-    if isinstance(module, TABLES):
-        module = copy.copy(module)
-        module.max_norm = None  # the factors are those of rows as they are; their norm would shrink this unit vector
-    with torch.no_grad():  # whatever computes the bias (pruning, a parametrisation) is in both
-        out, bias = (functional_call(module, {"weight": w}, given[0], dict(given[1])) for w in (unit, 0 * unit))
-    out = out - bias
+    out = evaluated(module, given, unit) - bias
     channels = out.movedim(1 if isinstance(module, CONVOLUTIONS) else -1, 0)
     first = channels[:1] if groups == 1 else channels[:: len(channels) // groups] / groups**0.5
     return first.movedim(1, 0).flatten(1)

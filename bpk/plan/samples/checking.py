@@ -55,7 +55,7 @@ def check_hypothesis(
             if record.as_called and not is_reached(mat).all():
                 silent[record] = mat
         try:
-            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources, any_shared)
+            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
             if laid_out and not follows_data(record, rows, is_reached(mat.movedim(1 + record.shifted, 1)), n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
             if may_be_table(record, rows, n):
@@ -63,7 +63,7 @@ def check_hypothesis(
         except SamplesInside:
             inside.append(record)
         except FeedsSeveral as error:
-            if is_of_data(record) and not any_shared:  # what the model was given is no table
+            if not any_shared and (error.has_axis or is_of_data(record)):  # what the model was given is no table
                 raise mixed(f"one {error}") from None
             shared[record] = error  # an embedding of positions, or a network of a table of constants
     joining: list[Record] = []

@@ -12,7 +12,6 @@ from bpk.plan.samples.given import (
 from bpk.plan.samples.hypotheses import (
     behind_first_axis,
     has_no_axis,
-    mixed,
     reads_tables,
 )
 from bpk.plan.sources import Sources
@@ -20,7 +19,11 @@ from bpk.recording.record import Record
 
 
 class FeedsSeveral(Exception):
-    """A call whose rows feed several samples: it may have no batch axis."""
+    """A call whose rows feed several samples: it may have no batch axis, unless it `has_axis` by what else is known."""
+
+    def __init__(self, what: str, has_axis: bool = False) -> None:
+        super().__init__(what)
+        self.has_axis = has_axis
 
 
 class SamplesInside(Exception):
@@ -50,13 +53,11 @@ class AllSamplesInside(NotInFront):
     """Functions have the samples inside of their rows, and everything else agrees with the hypothesis."""
 
 
-def numbers_of(
-    record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources, any_shared: bool
-) -> Tensor:
+def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources) -> Tensor:
     """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
 
     Raises:
-        FeedsSeveral: If rows feed several samples, and the call may have no batch axis (with `any_shared`: any may).
+        FeedsSeveral: If rows feed several samples.
         SamplesInside: If rows feed several samples, and entries one each: they are along an axis of the layer.
         NotInFront: If the call has no batch axis, or has it where its rule cannot work with it.
     """
@@ -82,10 +83,8 @@ def numbers_of(
         shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
         elsewhere = record.knows_batch or (n in behind_first_axis(record) and not passed_on)
         elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
-        shared = (shared and not elsewhere) or reads_tables(record, sources)
-        if any_shared or ((movable or axis == 0) and shared):
-            raise FeedsSeveral(what)
-        raise mixed(f"one {what}")
+        may_be_shared = (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources))
+        raise FeedsSeveral(what, has_axis=not may_be_shared)
     if not may_be_in(record, axis):
         raise NotInFront([record])
     record.shift(axis)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import FrameType
+from traceback import walk_stack
 
 import torch
 import torch.utils.checkpoint
@@ -135,12 +135,8 @@ def reentrant(what: str) -> RuntimeError:
 
 def in_reentrant_checkpoint() -> bool:
     """Whether this pass was started by a checkpoint in the middle of another pass."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == torch.utils.checkpoint.__name__:
-            return True
-        frame = frame.f_back
-    return False
+    running = ((frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in walk_stack(sys._getframe()))
+    return (torch.utils.checkpoint.__name__, "backward") in running
 
 
 def require_visible(paths: Iterable[str]) -> None:
