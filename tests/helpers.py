@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -82,3 +83,8 @@ def values(model: nn.Module, field: str) -> list[Tensor]:
         value = ekfac_to_mat(value) if isinstance(value, Eigenbasis) else value
         found.extend(value if isinstance(value, list) else [value])
     return found
+
+
+def told(kind: type[Exception], *parts: str) -> Any:
+    """The block raises `kind`, and its message has all parts, a reason, and what to do."""
+    return pytest.raises(kind, match="(?s)^" + "".join(f"(?=.*{part})" for part in (*parts, "Why:", "Do:")))

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import bpk
 from bpk.extensions import BatchGrad
 from bpk.jacobians.core.errors import UnsupportedLayer
-from tests.random_networks import axes, named_axes
-from tests.random_networks.by_owner import CLASSES, ENTRIES, WORDS, compare_seeds
+from tests.random_networks.by_owner import CLASSES, compare_seeds
+from tests.random_networks.passes import model_of
 
 
 def draw(seed: int) -> tuple[nn.Module, list[Tensor]]:
@@ -28,13 +28,8 @@ def draw(seed: int) -> tuple[nn.Module, list[Tensor]]:
     r = random.Random(seed + 1)
     torch.manual_seed(seed)
     calls = r.choice([2, 2, 3])
-    if r.random() < 0.5:
-        drawn = axes.draw(seed)
-        return axes.Model(drawn).double(), [axes.data_of(drawn) for _ in range(calls)]
-    model = named_axes.Model(*named_axes.draw(seed)).double()
-    shape = tuple(model.sizes.values())
-    data = [torch.randint(WORDS, shape) if model.words else torch.randn(*shape, ENTRIES) for _ in range(calls)]
-    return model, [x.double() if x.is_floating_point() else x for x in data]
+    model, data = model_of(seed, r)
+    return model, [data() for _ in range(calls)]
 
 
 def gradients(model: nn.Module, data: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -66,7 +61,7 @@ def wrong(seed: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look at many seeds; the number of those with something wrong."""
-    return compare_seeds(__doc__, wrong, draw, argv)
+    return compare_seeds(__doc__, wrong, lambda seed: draw(seed)[0], argv)
 
 
 if __name__ == "__main__":

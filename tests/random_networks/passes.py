@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,12 +74,22 @@ def problem(seed: int) -> tuple[nn.Module, Tensor]:
     if draw(seed).losses == "two results":
         drawn = axes.draw(seed)
         return TwoResults(drawn, r.choice(axes.RESULTS)).double(), axes.data_of(drawn)
+    model, data = model_of(seed, r)
+    return model, data()
+
+
+def model_of(seed: int, r: random.Random) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A model of sequences, and what draws its data."""
     if r.random() < 0.5:
         drawn = axes.draw(seed)
-        return axes.Model(drawn).double(), axes.data_of(drawn)
+        return axes.Model(drawn).double(), partial(axes.data_of, drawn)
     model = named_axes.Model(*named_axes.draw(seed)).double()
     shape = tuple(model.sizes.values())
-    return model, torch.randint(WORDS, shape) if model.words else torch.randn(*shape, ENTRIES).double()
+
+    def data() -> Tensor:
+        return torch.randint(WORDS, shape) if model.words else torch.randn(*shape, ENTRIES).double()
+
+    return model, data
 
 
 def results_of(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
