@@ -213,7 +213,7 @@ def memory_cleanup(module: nn.Module) -> None:
     """Remove everything that the forward pass stored on the layers of a model (`input0`, `output`).
 
     Products with curvature blocks (the fields of `HMP`, `GGNMP`, `PCHMP`) go too: they keep the forward pass's tensors
-    and, where plain functions lie between layers, a piece of autograd's graph, which keeps the model alive.
+    and, where plain functions lie between layers, a piece of autograd's graph.
 
     >>> import torch, bpk
     >>> layer = bpk.extend(torch.nn.Linear(2, 1))

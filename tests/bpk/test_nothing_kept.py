@@ -361,6 +361,52 @@ def test_models_and_their_classes_are_gone() -> None:
     assert [ref() for ref in refs] == [None, None, None]
 
 
+class Functions(nn.Module):
+    """Functions between layers, and a parameter that one of them uses: products keep a piece of autograd's graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(4, 3), nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.first(x) * self.scale).tanh())
+
+
+PRODUCTS = (E.HMP, E.GGNMP, E.PCHMP)
+
+
+@pytest.mark.parametrize("extension", PRODUCTS)
+def test_products_end_with_their_model(extension: Callable[[], Any]) -> None:
+    """Nor do they keep parameters alive, to which the graph leads that they keep, unseen by the garbage collector."""
+
+    def step() -> tuple[weakref.ref[Any], weakref.ref[Any], Callable[[Tensor], Tensor]]:
+        model, loss_fn = extended(Functions().double())
+        backward(model, loss_fn, *data(), made := extension())
+        product = vars(model.last.bias)[made.savefield]
+        assert product(torch.ones(3, dtype=torch.double)).shape == (3,)
+        return weakref.ref(model), weakref.ref(model.first.weight), product
+
+    model, weight, product = step()
+    for _ in range(2):
+        gc.collect()
+    assert model() is None
+    assert weight() is None
+    with pytest.raises(RuntimeError, match="is gone"):
+        product(torch.ones(3, dtype=torch.double))
+
+
+@pytest.mark.parametrize("extension", PRODUCTS)
+def test_products_live_as_long_as_one_model_around_the_layer(extension: Callable[[], Any]) -> None:
+    model, loss_fn = extended(Functions().double())
+    whole = bpk.extend(nn.Sequential(model))
+    backward(whole, loss_fn, *data(), made := extension())
+    product = vars(model.last.bias)[made.savefield]
+    before = product(torch.ones(3, dtype=torch.double))
+    del whole
+    gc.collect()
+    assert torch.equal(product(torch.ones(3, dtype=torch.double)), before)
+
+
 def test_many_scales_of_attention() -> None:
     """Options of fused attention that change with every pass."""
     made = {recovery.attention(False, 1.0 + k, False) for k in range(300)}

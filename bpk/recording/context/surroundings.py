@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from traceback import walk_stack
+from types import FrameType
 
 import torch
 import torch.utils.checkpoint
@@ -135,8 +135,12 @@ def reentrant(what: str) -> RuntimeError:
 
 def in_reentrant_checkpoint() -> bool:
     """Whether this pass was started by a checkpoint in the middle of another pass."""
-    running = ((frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in walk_stack(sys._getframe()))
-    return (torch.utils.checkpoint.__name__, "backward") in running
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:  # by hand, as each pass asks: traceback.walk_stack makes two calls for each frame
+        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == torch.utils.checkpoint.__name__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def require_visible(paths: Iterable[str]) -> None:

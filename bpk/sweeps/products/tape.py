@@ -11,16 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import Residual
+from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Alignment, Link, Step, promoted
 from bpk.plan.stretch import StretchCall
 from bpk.recording.changed import Stamp, is_changed, stamp
 from bpk.recording.hyperparameters import Hyperparameters
+from bpk.recording.membership import wholes_of
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.products.linearised import LinearisedStretch, through_columns
 from bpk.sweeps.sweep import Observer
@@ -126,6 +128,7 @@ class Tape(Observer):
         self.factored = factored
         self.needs_root = factored  # clipping leaves the loss Hessian alone
         self.frames: list[Frame] = []
+        self.models: list[weakref.ref[nn.Module]] = []
 
     @property
     def key(self) -> Hashable:
@@ -133,6 +136,8 @@ class Tape(Observer):
 
     def visit(self, step: Step) -> tuple[Tape, int]:
         """Add a frame."""
+        if step.params:
+            self.live_within(step.record.module)
         view = step.view(self.samples)
         kept = view if torch.is_grad_enabled() else view.detached()  # a live graph would lead back to the parameter
         samples = None if step.mixed else self.samples
@@ -142,13 +147,26 @@ class Tape(Observer):
         stretch = self.linearise(step)
         if stretch is not None:
             kept = Call(None, (), {}, step.call.output.new_empty(0))
+        elif step.rule is PASSAGE:
+            kept = Call(None, kept.inputs, kept.params, kept.output, used=kept.used)  # the module is often the model
         frame = Frame(step.number, step.rule_at(self.samples), kept, grad, feeds, step.where, samples, params, stretch)
         frame.terms = self.terms(step) if step.is_loss else None
-        if stretch is None:
+        if stretch is None and step.rule is not PASSAGE:
             frame.hyperparameters, frame.options = step.record.hyperparameters, step.record.binding.options
         frame.stamp(() if step.source is None else step.source.leaves, view.params.values())
         self.frames.append(frame)
         return self, len(self.frames)
+
+    def live_within(self, module: nn.Module) -> None:
+        """End the tape with the extended models that a layer is in.
+
+        The graph of a stretch leads to parameters, which have the products in their fields. Python's garbage collector
+        does not see the graph, so that nothing else would end this circle.
+        """
+        for model in wholes_of([module]) or ():
+            if not any(ref() is model for ref in self.models):
+                self.models.append(weakref.ref(model))
+                weakref.finalize(model, end, weakref.ref(self)).atexit = False
 
     def feed(self, link: Link) -> Feed:
         """What feeds an input."""
@@ -172,3 +190,10 @@ class Tape(Observer):
                 )
             )
         return stretch
+
+
+def end(tape: weakref.ref[Tape]) -> None:
+    """A model is gone: so are products with its blocks, if it was the last one around these layers."""
+    found = tape()
+    if found is not None and all(ref() is None for ref in found.models):
+        found.frames.clear()
