@@ -18,8 +18,8 @@ from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
 from bpk.verification.reference import Reference
 
-RESOLVED = 1e-4
-"""Of eigenvalues, relative to the mean one: of smaller ones the vectors are not compared."""
+RESOLVED, ROUNDINGS = 1e-4, 1e5
+"""Of eigenvalues, relative to the mean one, and to rounding errors: of smaller ones the vectors are not compared."""
 
 
 class InEigenbasis(Check):
@@ -63,7 +63,7 @@ class InEigenbasis(Check):
         if len(vectors) == 1:
             tried = torch.cat([vectors[0], probe(vectors[0])])
             along = [ref.ggn_times({place.name: v.reshape(place.shape)}, place.chosen)[0] for v in tried]
-            return [eigen(vectors[0], along, ref.noise)]
+            return [eigen(vectors[0], along, ref.rounding, ref.noise)]
         sides = ref.layers.sides.get(place.name, [])
         side = sides[0] if len(sides) == 1 and place.name not in ref.layers.used_elsewhere else None
         if side is None or side.bias is None or side.sizes[1] > MATRIX * ref.passes:
@@ -81,7 +81,7 @@ class InEigenbasis(Check):
             side, torch.arange(side.sizes[1], device="cpu"), ref.split, ref.n, place.chosen
         )
         rows = list(torch.cat([inputs, probe(inputs)]) @ moment)
-        expected = [eigen(outputs, columns, ref.noise), eigen(inputs, rows)]
+        expected = [eigen(outputs, columns, ref.rounding, ref.noise), eigen(inputs, rows, ref.rounding)]
         return expected[::-1] if turned else expected
 
     def is_drawn(self, factor: int) -> bool:
@@ -105,14 +105,14 @@ def probe(vectors: Tensor) -> Tensor:
     return (drawn / drawn.norm()).to(vectors)
 
 
-def eigen(vectors: Tensor, products: list[Tensor], noise: float = 0.0) -> Tensor:
+def eigen(vectors: Tensor, products: list[Tensor], rounding: float, noise: float = 0.0) -> Tensor:
     """Products at the length of the vectors, where the eigenvalue is not too small to tell beside that of a `probe`.
 
-    Nor beside rounding errors.
+    Nor beside rounding errors: those of the products, of which one has the relative size `rounding`, and `noise`.
     """
     flat = torch.stack([p.flatten() for p in products])
     values = (torch.cat([vectors, probe(vectors)]) * flat).sum(1, keepdim=True)
-    least = (RESOLVED * values.max()).clamp(min=noise)
+    least = (max(RESOLVED, ROUNDINGS * rounding) * values.max()).clamp(min=noise)
     return torch.where(values[:-1] > least, flat[:-1] / values[:-1], vectors)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bpk.verification.layers import Layers, bias_of
 from bpk.verification.objective import Objective, gradients_of
 from bpk.verification.place import Place
+from bpk.verification.precision import coarsest
 from bpk.verification.problem import NoReference, Problem, derivatives, differentiable_twice
 from bpk.verification.split import Split, grads
 
@@ -66,6 +67,7 @@ class Reference:
             with self.layers.elsewhere:
                 objective = Objective(problem)
             self.layers.close(objective.value)
+            self.rounding = torch.finfo(coarsest(objective.value)).eps
             self.whole = Split(problem, objective.whole())
             self.n = self.whole.n
             self.inside = objective.inside()
@@ -218,7 +220,7 @@ class Reference:
         except NoReference:
             return 0.0
         largest = max((float(g.abs().max()) for g in found if g.numel()), default=0.0)
-        return ROUNDINGS * torch.finfo(self.split.pred.dtype).eps * largest
+        return ROUNDINGS * self.rounding * largest
 
     # ---- Hessian -----------------------------------------------------------------------------------
     def live_gradient(self, name: str, chosen: Sequence[int]) -> Tensor:

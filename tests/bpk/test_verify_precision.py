@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.rules import REGISTRY
+from bpk.verification.eigenbasis import eigen, probe
 from bpk.verification.precision import coarsest
 from tests.references.compare import Assembled
 
@@ -44,6 +45,35 @@ def test_rounding_of_parts_in_a_shorter_format_is_not_wrong() -> None:
     assert max(row.relative for row in result.rows) > 1e-12  # it is there
     wrong = bpk.verify(attending(), nn.CrossEntropyLoss(), x, y, *EXACT, rtol=1e-12, atol=1e-14).wrong
     assert wrong and {row.parameter for row in wrong} <= {"q.weight", "q.bias", "k.weight", "k.bias"}
+
+
+def test_which_eigenvectors_are_compared() -> None:
+    """Those whose eigenvalue is well above rounding errors of the products. (The last one is along a random probe.)"""
+    vectors = torch.eye(3)
+    products = [vectors[0], 1e-3 * vectors[1] + 1e-6 * vectors[0], vectors[2] / 3, probe(vectors)[0] / 2]
+    assert eigen(vectors, products, rounding=1e-7)[1].equal(vectors[1])
+    assert not eigen(vectors, products, rounding=1e-16)[1].equal(vectors[1])
+
+
+@pytest.mark.parametrize("extension", [E.EKFLR(), E.EKFAC(), E.KFRA()], ids=str)
+def test_directions_without_curvature_are_not_told_from_rounding(extension: Any) -> None:
+    """That along the keys' bias is zero, and eigenvalues of sums over few tokens are small."""
+    torch.manual_seed(0)
+    deep = nn.Sequential(*[Around(attending(), k) for k in range(3)], nn.Linear(3, 3))
+    x, y = data()
+    assert not bpk.verify(deep, nn.CrossEntropyLoss(), x, y, extension, entries=30).wrong
+
+
+class Around(nn.Module):
+    """Attention, whose result is repeated where another one follows."""
+
+    def __init__(self, inner: nn.Module, k: int) -> None:
+        super().__init__()
+        self.inner, self.more = inner, nn.Linear(3, 4) if k < 2 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x)
+        return out if self.more is None else x + self.more(out)[:, None]
 
 
 def test_errors_are_not_relative_to_rounding() -> None:
