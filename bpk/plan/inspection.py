@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.autograd.graph import Node
 
@@ -50,7 +51,7 @@ class Inspection:
         self.with_module_extensions = [e for e in extensions if e.has_module_extensions]
         self.subsampled = [e for e in extensions if e.subsampling is not None]
         self.hooked = HookedTensors()
-        self.sources = Sources()
+        self.sources = Sources(self.computes_again)
         self.above: dict[Record, list[Record]] = {}
         self.attribution = Attribution()
         self.merged: Attribution | None = None
@@ -137,6 +138,17 @@ class Inspection:
             if record.problem or record.rule is None:
                 self.require(record)
 
+    def computes_again(self) -> bool:
+        """Whether calls inside of checkpoints, of which only autograd knows, are computed again to be written down.
+
+        So it is where functions are differentiated twice, as fused kernels cannot be, and for all but sums of columns:
+        functions have no Kronecker factors.
+        """
+        if torch.is_grad_enabled() or any(e.second_order and not e.linear_in_terms for e in self.extensions):
+            return True
+        sweeps = [e.sweep() for e in self.extensions if e.second_order]
+        return any(sweep is not None and sweep.differentiates_twice for sweep in sweeps)
+
     def tell(self, root: Record, above: list[Record], left: list[nn.Module]) -> None:
         """Tell the user once what goes the generic way."""
         served = {id(r.module) for r in above if self.has_module_extension(r)} if self.with_module_extensions else set()
@@ -210,6 +222,6 @@ class Inspection:
 
     def clear(self) -> None:
         """Let go of the graph."""
-        self.sources, self.above, self.left, self._outside = Sources(), {}, [], None
+        self.sources, self.above, self.left, self._outside = Sources(self.computes_again), {}, [], None
         self.attribution.samples, self.attribution.sizes, self.merged = {}, {}, None
         self.placed, self.required = set(), set()

@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 
 from bpk.plan.arguments import Dependence, Parts, argument_shape, argument_shapes, narrowed
 from bpk.recording import engine
+from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import signed
 
 Take = Callable[[Node, Tensor], Tensor]
@@ -48,19 +49,19 @@ def put(node: Node, outs: Sequence[Tensor], take: Take) -> Parts:
 
 def indexed(node: Node, x: Tensor) -> Tensor:
     """`x[..., indices, ...]`."""
-    given = [slice(None) if i is None else i.to(x.device) for i in engine.saved(node, "indices")]
+    given = [slice(None) if i is None else i.to(x.device) for i in kept_by(node, "indices")[0]]
     return x[tuple(given)]
 
 
 def along(node: Node, x: Tensor, name: str, entries: bool) -> Tensor:
     """What an index takes along an axis: whole slices, or entries."""
-    axis, index = signed(engine.saved(node, "dim")), engine.saved(node, name).to(x.device)
+    axis, index = signed(engine.saved(node, "dim")), kept_by(node, name)[0].to(x.device)
     return x.gather(axis, index) if entries else x.index_select(axis, index.reshape(-1))
 
 
 def masked(node: Node, x: Tensor) -> Tensor:
     """`x[mask]`."""
-    return x[engine.saved(node, "mask").to(x.device).expand_as(x)]
+    return x[kept_by(node, "mask")[0].to(x.device).expand_as(x)]
 
 
 def masked_scatter(node: Node, outs: Sequence[Tensor]) -> Parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,11 +34,13 @@ REENTRANT = f"{CheckpointFunction.__name__}Backward"
 class Sources(dict[Record, dict[int, Source]]):
     """By call, and by input index: where inputs come from. The graph is looked at when a call is asked for first.
 
-    `looks` says how often it was.
+    `looks` says how often it was. `again` tells whether calls inside of checkpoints are written down of which only
+    autograd knows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, again: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
+        self.again = again
         self.extended = ExtendedParameters()
         self.descent: dict[Record, list[Record]] = {}
         self.looks = 0
@@ -47,7 +49,7 @@ class Sources(dict[Record, dict[int, Source]]):
         self.looks += 1
         found: dict[int, Source] = {}
         for index in range(len(record.edges)):
-            source = trace(record, index, self.extended)
+            source = trace(record, index, self.extended, self.again)
             if source is not None:
                 found[index] = source
         self[record] = found
@@ -108,22 +110,24 @@ def owner(edge: Edge) -> Record | None:
     return record
 
 
-def recovered(edge: Edge, extended: ExtendedParameters, behind: Node | None, given: Shapes) -> Record | None:
+def recovered(
+    edge: Edge, extended: ExtendedParameters, behind: Node | None, given: Shapes, again: Callable[[], bool]
+) -> Record | None:
     """The record of a call that no hook has seen, made from its node (`None`: it is none of those that can be).
 
     `behind` is the node from which the edge comes, if it is no call's; `given` are the shapes that the model was given.
     """
-    found = recover_attention(edge) or recover_product(edge, extended, behind) or recover_convolution(edge, extended)
-    found = found or recover_sum(edge)
+    found = recover_attention(edge, again) or recover_product(edge, extended, again, behind)
+    found = found or recover_convolution(edge, extended, again) or recover_sum(edge)
     if found is not None:
         found.given = found.given or given
     return found
 
 
-def trace(consumer: Record, index: int, extended: ExtendedParameters) -> Source | None:
+def trace(consumer: Record, index: int, extended: ExtendedParameters, again: Callable[[], bool]) -> Source | None:
     """Follow the edge of an input upwards to the recorded calls that feed it (`None`: there are none).
 
-    `extended` are the parameters that get fields.
+    `extended` are the parameters that get fields; `again` is that of `Sources`.
 
     Raises:
         RuntimeError: If autograd cannot be asked for products with what lies between: a reentrant checkpoint, or a
@@ -138,7 +142,7 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters) -> Source 
     if direct is None:
         extended.look_at(consumer.module)
         given = engine.belongings(node).get(GIVEN) or (() if consumer.is_loss else consumer.given)
-        direct = recovered(edge, extended, None, given)
+        direct = recovered(edge, extended, None, given, again)
     if direct is not None:
         number = direct.places[edge[1]]
         if number not in direct.used:
@@ -157,7 +161,7 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters) -> Source 
             above = upstream[0]
             known = above is None or above in seen
             given = seen[here] if above is None else engine.belongings(above).get(GIVEN) or seen[here]
-            found = owner(upstream) or (None if known else recovered(upstream, extended, here, given))
+            found = owner(upstream) or (None if known else recovered(upstream, extended, here, given, again))
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])

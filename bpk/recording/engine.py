@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bpk.jacobians.core.engine import ACCUMULATE as ACCUMULATE
 from bpk.jacobians.core.engine import GLOBAL_FORWARD_HOOKS as GLOBAL_FORWARD_HOOKS
-from bpk.jacobians.core.engine import SAVED
+from bpk.jacobians.core.engine import SAVED, is_checkpointed
 from bpk.jacobians.core.engine import is_transformed as is_transformed
 from bpk.jacobians.core.engine import saved as saved
 
@@ -247,6 +247,6 @@ def keeps_tensor(node: Node, name: str) -> bool:
 
 
 def saved_tensor(node: Node, name: str) -> Tensor | None:
-    """A tensor that can also be computed again: `None` where the node keeps none, or has no such name."""
-    kept = saved(node, name) if name in saved_names(type(node)) else None
+    """A tensor that can also be computed: `None` if a node keeps none (or a checkpoint does), or has no such name."""
+    kept = None if name not in saved_names(type(node)) or is_checkpointed(node, name) else saved(node, name)
     return kept if isinstance(kept, Tensor) else None

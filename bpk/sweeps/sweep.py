@@ -30,6 +30,8 @@ class Sweep(ABC):
     second_order = True
     needs_root = False
     """Whether it starts from a square root of the loss Hessian, which must then be positive semi-definite."""
+    differentiates_twice = False
+    """Whether it needs second derivatives of what is between layers."""
     of_loss_hessian = True
     """Whether what it brings is zero (of second order), where the loss Hessian is."""
 

@@ -90,8 +90,9 @@ def is_checkpointed(node: Node, name: str) -> bool:
 
     If it goes: such nodes are asked, and torch raises its own error.
     """
-    hook = getattr(getattr(node, f"_raw{SAVED}{name}", None), "unpack_hook", None)
-    return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
+    kept = getattr(node, f"_raw{SAVED}{name}", None)
+    hooks = [getattr(one, "unpack_hook", None) for one in (kept if isinstance(kept, (tuple, list)) else (kept,))]
+    return any(getattr(hook, "__module__", None) == "torch.utils.checkpoint" for hook in hooks)
 
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"

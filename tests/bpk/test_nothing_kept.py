@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
 from bpk.recording.graph import attention_kernels as recovery
 from bpk.recording.record import LIVE, calls_by_parameter
 from bpk.rules import REGISTRY
-from tests.helpers import FIELDS, backward, data, extended, values
+from tests.helpers import backward, data, extended, values
 
 
 # ---- uses of parameters ------------------------------------------------------------------------------
@@ -186,112 +184,6 @@ def test_columns_with_a_graph_are_not_kept() -> None:
     del loss
     gc.collect()
     assert len(LIVE) == before
-
-
-# ---- checkpoints -------------------------------------------------------------------------------------
-class Spy(nn.Module):
-    """The identity, which remembers the memory of what it sees, without keeping it."""
-
-    def __init__(self, seen: list[StorageWeakRef]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(StorageWeakRef(x.untyped_storage()))
-        return x
-
-
-class Checkpointed(nn.Module):
-    """Blocks, each of which is computed again when it is needed."""
-
-    def __init__(self, checkpointed: bool = True) -> None:
-        super().__init__()
-        self.checkpointed = checkpointed
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.ReLU(inplace=True), Scaled())
-            for _ in range(2)
-        )
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return self.last(x)
-
-
-class Scaled(nn.Module):
-    """A container with a parameter of its own, around a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale
-
-
-def test_a_checkpoint_frees_its_activations() -> None:
-    kept = []
-    for prepare in (lambda m: m, bpk.extend):
-        seen: list[StorageWeakRef] = []
-        model = Checkpointed().double()
-        for block in model.blocks:
-            for k in (1, 2, 3):
-                block.insert(2 * k, Spy(seen)) if k < 3 else block.append(Spy(seen))
-        loss = prepare(model)(data()[0]).sum()
-        kept.append([not ref.expired() for ref in seen])
-        loss.backward()
-        del loss
-        assert all(ref.expired() for ref in seen)
-    assert kept[0] == kept[1]
-    assert sum(kept[0]) <= 2
-
-
-@pytest.mark.filterwarnings("ignore:These go")
-@pytest.mark.parametrize("extension", FIELDS, ids=lambda e: e.__name__)
-@pytest.mark.parametrize("retain", [False, True], ids=["once", "twice"])
-def test_quantities_through_checkpoints(extension: Callable[[], Any], retain: bool) -> None:
-    """The same values as without checkpoints, also in a second pass."""
-    x, y = data()
-    found = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        model, loss_fn = extended(Checkpointed(checkpointed).double())
-        loss = loss_fn(model(x), y)
-        if retain:
-            loss.backward(retain_graph=True)
-        for k in range(1 + retain):
-            torch.manual_seed(1)
-            with bpk.backpack(extension()):
-                loss.backward(retain_graph=retain and not k)
-        found.append([values(model, FIELDS[extension]), [p.grad for p in model.parameters()]])
-    for plain, again in zip(*found, strict=True):
-        for a, b in zip(plain, again, strict=True):
-            torch.testing.assert_close(a, b)
-
-
-def test_derivatives_of_quantities_through_checkpoints() -> None:
-    x, y = data()
-    found = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        model, loss_fn = extended(Checkpointed(checkpointed).double())
-        params = list(model.parameters())
-        with bpk.backpack(E.SumGradSquared()):
-            torch.autograd.grad(loss_fn(model(x), y), params, create_graph=True)
-        found.append(torch.autograd.grad(sum(p.sum_grad_squared.sum() for p in params), params))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_checkpoints_under_disable() -> None:
-    x, y = data()
-    model, loss_fn = extended(Checkpointed().double())
-    expected = torch.autograd.grad(loss_fn(model(x), y), list(model.parameters()))
-    with bpk.disable():
-        loss = loss_fn(model(x), y)
-    for a, b in zip(expected, torch.autograd.grad(loss, list(model.parameters())), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 # ---- copies and files ----------------------------------------------------------------------------------

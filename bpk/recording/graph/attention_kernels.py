@@ -7,7 +7,7 @@ it, and the rule of the function serves it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
 
 import torch
@@ -19,6 +19,7 @@ from bpk.jacobians.core.errors import explain, warn
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
+from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ownership import can_be_written_down, give
 from bpk.recording.record import Record
@@ -104,13 +105,16 @@ def misread(module: FusedAttention, inputs: Sequence[Tensor], mask: Tensor, outp
     return not right
 
 
-def recover_attention(edge: Edge) -> Record | None:
-    """The record of a fused attention kernel, from its node; `None` for all others."""
+def recover_attention(edge: Edge, again: Callable[[], bool]) -> Record | None:
+    """The record of a fused attention kernel, from its node; `None` for all others.
+
+    `again` tells whether one inside of a checkpoint may be computed again for that.
+    """
     node, nr = edge
     names = names_of_call(node) if node is not None and nr == 0 else ()
-    if node is None or not names or not can_be_written_down(node, names[0]):
+    if node is None or not names or not can_be_written_down(node, names[0], again):
         return None
-    query, key, value, output, dropout, is_causal, scale, *masks = (engine.saved(node, name) for name in names)
+    query, key, value, output, dropout, is_causal, scale, *masks = kept_by(node, *names)
     given = [mask for mask in masks if mask is not None]
     if dropout or any(mask.requires_grad for mask in given) or not all(x.dim() == 4 for x in (query, key, value)):
         return None

@@ -6,7 +6,7 @@ call is written down from it during the backward pass, as if a layer had made it
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from functools import lru_cache
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
+from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import OPERANDS, Edge
 from bpk.recording.graph.ownership import can_be_written_down, give
 from bpk.recording.graph.parameter_operands import TRANSPOSES, is_of_parameters, parameter_behind
@@ -50,19 +51,21 @@ def convolution_layer(axes: int, *options: bool | int | tuple[int, ...]) -> nn.M
     return module
 
 
-def recover_convolution(edge: Edge, extended: Container[Tensor]) -> Record | None:
+def recover_convolution(edge: Edge, extended: Container[Tensor], again: Callable[[], bool]) -> Record | None:
     """The record of a convolution with a parameter, from its node; `None` for all others.
 
     Args:
         edge: Leads to the node.
         extended: The parameters that get fields.
+        again: Tells whether what a checkpoint has dropped may be computed again for that.
     """
     node = edge[0]
-    if node is None or function_name(node) != CONVOLUTION or not can_be_written_down(node, "input"):
+    if node is None or function_name(node) != CONVOLUTION or not can_be_written_down(node, "input", again):
         return None
     (_, place), (_, of_weight) = OPERANDS[CONVOLUTION]
     given, *others = (node.next_functions[k] for k in (place, of_weight, 2))
-    shapes = [tuple(engine.saved(node, "weight").shape), tuple(engine.saved(node, "bias_sym_sizes_opt") or ())]
+    x, weight = kept_by(node, "input", "weight")
+    shapes = [tuple(weight.shape), tuple(engine.saved(node, "bias_sym_sizes_opt") or ())]
     params: dict[str, Tensor] = {}
     for name, (above, _), shape in zip(("weight", "bias"), others, shapes, strict=True):
         if above is None and name == "bias":
@@ -73,7 +76,6 @@ def recover_convolution(edge: Edge, extended: Container[Tensor]) -> Record | Non
         if any(one.name() in TRANSPOSES for one in walk):
             return None
         params[name] = found
-    x = engine.saved_tensor(node, "input")
     if x is None or x.is_complex() or not 3 <= x.dim() <= 5 or x.device != params["weight"].device:
         return None
     if is_of_parameters(given[0]):

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.core.engine import leaf_of as leaf_of
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
@@ -135,9 +134,9 @@ def arguments(node: Node) -> list[Node | None]:
 
 
 def is_frozen(node: Node, place: int) -> bool:
-    """Whether an operand of a product is a frozen parameter (not known in a checkpoint, which is asked once)."""
+    """Whether an operand of a product is a frozen parameter (not known in a checkpoint, which is not asked)."""
     for name, at in OPERANDS.get(function_name(node), ()):
-        if at == place and not is_checkpointed(node, name):
+        if at == place:
             x = engine.saved_tensor(node, name)
             return x is not None and is_frozen_parameter(x)
     return False

@@ -11,7 +11,7 @@ axes, so where `x` or the result was reshaped for the product, the rule sees the
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import lru_cache
 from math import prod
 
@@ -27,6 +27,7 @@ from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph.computed_bias import Places, put_together
 from bpk.recording.graph.identity import function_name
+from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, is_frozen_parameter
 from bpk.recording.graph.ownership import can_be_written_down, give
 from bpk.recording.graph.parameter_operands import RESHAPES, is_of_parameters, parameter_at, weight_of
@@ -86,12 +87,15 @@ def with_parts(arrangement: Arrangement, parts: tuple[tuple[str, Places], ...]) 
     )
 
 
-def recover_product(edge: Edge, extended: Container[Tensor], behind: Node | None = None) -> Record | None:
+def recover_product(
+    edge: Edge, extended: Container[Tensor], again: Callable[[], bool], behind: Node | None = None
+) -> Record | None:
     """The record of a product with a parameter, from its node; `None` for all others.
 
     Args:
         edge: Leads to the node.
         extended: The parameters that get fields.
+        again: Tells whether what a checkpoint has dropped may be computed again for that.
         behind: The node from which the edge comes, if it is no recorded call.
     """
     node = edge[0]
@@ -106,7 +110,7 @@ def recover_product(edge: Edge, extended: Container[Tensor], behind: Node | None
         return None
     weight, arrangement = found
     name, place = operands[not right]
-    if not can_be_written_down(node, name):
+    if not can_be_written_down(node, name, again):
         return None
     params: dict[str, Tensor] = {"weight": weight}
     parts: tuple[tuple[str, Places], ...] = ()
@@ -118,7 +122,7 @@ def recover_product(edge: Edge, extended: Container[Tensor], behind: Node | None
         parts = found_bias[1]
     if any(p not in extended for p in params.values()):
         return None
-    x, given = engine.saved_tensor(node, name), node.next_functions[place]
+    x, given = kept_by(node, name)[0], node.next_functions[place]
     if x is None or x.is_complex() != weight.is_complex() or x.device != weight.device:
         return None
     if is_of_parameters(given[0]) or is_frozen_parameter(x):

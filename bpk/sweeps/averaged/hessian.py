@@ -25,6 +25,8 @@ from bpk.sweeps.stretches.residual import StretchResidual
 class AveragedHessian(Averaged):
     """Averaged matrices of a curvature that has residuals."""
 
+    differentiates_twice = True
+
     def __init__(self, curvature: Curvature, mc_samples: int | None, samples: tuple[int, ...] | None) -> None:
         super().__init__(mc_samples, samples)
         self.curvature = curvature

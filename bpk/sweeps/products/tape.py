@@ -123,6 +123,8 @@ class Tape(Observer):
     `factored` says whether residuals will be made positive semi-definite.
     """
 
+    differentiates_twice = True
+
     def __init__(self, samples: tuple[int, ...] | None = None, factored: bool = False) -> None:
         super().__init__(samples)
         self.factored = factored

@@ -30,6 +30,7 @@ class SignedHessian(ColumnSweep):
     """
 
     merges = True
+    differentiates_twice = True
 
     @property
     def key(self) -> Hashable:
