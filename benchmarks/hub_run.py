@@ -275,7 +275,7 @@ def of_diagonal(
         value = found[name].flatten()
         if value.shape[0] != param.numel() or found[name].shape != param.shape:
             raise Wrong(f"{name} has the shape {list(found[name].shape)}")
-        largest = max(float(value.abs().max()), problem.noise * scale)
+        largest = max(float(value.abs().max()), problem.noise * scale) or 1.0  # all are zero behind a dead ReLU
         for entry in (int(value.abs().argmax()), int(torch.randint(param.numel(), ()))):
             of = product.flatten()[entry]
             (second,) = torch.autograd.grad(of, param if v is None else v, retain_graph=True, allow_unused=True)

@@ -153,10 +153,10 @@ class PlainAutograd(Rule):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         assert isinstance(call, StretchCall) and isinstance(wrt, str)
-        if sum_batch and call.samples is None:
-            return materialised(call.of_parameters(mat, together=True)[int(wrt)])
-        rows = materialised(call.of_parameters(mat, together=False)[int(wrt)])
-        return rows.sum(1) if sum_batch else rows
+        together = sum_batch and call.samples is None
+        rows = materialised(call.of_parameters(mat, together=together)[int(wrt)])
+        rows = rows.to(torch.promote_types(rows.dtype, call.params[wrt].dtype))  # functions may be in a shorter format
+        return rows.sum(1) if sum_batch and not together else rows
 
     def rows_through(self, call: Call, mat: Tensor, param: str) -> RowsThrough | None:
         assert isinstance(call, StretchCall)

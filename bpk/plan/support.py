@@ -64,8 +64,11 @@ CHAIN_RULE = (
 OF_TERMS = "With subsampling=, second derivatives of layers need the gradient of some terms of the loss only."
 NO_SUBSAMPLING = "leave out subsampling=, or use DiagGGNExact, DiagGGNMC or GGNMP."
 
-WARNED: WeakSet[nn.Module] = WeakSet()
-"""Layers that mix samples or take the generic way, and whose user has been told."""
+GENERIC: WeakSet[nn.Module] = WeakSet()
+"""Layers that take the generic way, and whose user has been told."""
+
+MIXING: WeakSet[nn.Module] = WeakSet()
+"""Layers that mix samples, and whose user has been told."""
 
 
 def support(extension: Quantity, rule: Rule | None, call: Call | None = None, name: str = "it") -> Support:
@@ -153,7 +156,7 @@ def tell(layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order
         by_functions: By `id`: parameters that functions use behind the loss, other than those that they only multiply
             with, which a rule serves.
     """
-    new = {module: None for module in (*layers, *holders) if module not in WARNED}
+    new = {module: None for module in (*layers, *holders) if module not in GENERIC}
     parts = []
     for module in new:
         trained = {name: id(p) for name, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -165,7 +168,7 @@ def tell(layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order
             parts.append(f"layer '{where}' ({type(module).__name__})" if where else f"layer {type(module).__name__}")
         else:
             parts += [f"parameter '{where}.{name}'" if where else f"parameter '{name}'" for name in own if unknown]
-    WARNED.update(new)
+    GENERIC.update(new)
     if parts:
         shown = ", ".join(parts[:MANY]) + (f" and {len(parts) - MANY} more" if len(parts) > MANY else "")
         why = "there is no rule for these layers, or plain functions use these parameters."
@@ -177,8 +180,8 @@ def tell(layers: Iterable[nn.Module], holders: Iterable[nn.Module], second_order
 
 def caution(record: Record, answer: Support) -> None:
     """Tell the user once that a layer mixes samples."""
-    if record.module not in WARNED:
-        WARNED.add(record.module)
+    if record.module not in MIXING:
+        MIXING.add(record.module)
         what = f"Layer {record.where} mixes samples."
         warn(explain(what, answer.reason, answer.do))
 

@@ -29,29 +29,40 @@ class Stored(Tensor):
         return None
 
 
-def stored(x: Tensor) -> Tensor:
-    """An alias without a graph."""
+def is_own(module: nn.Module, name: str) -> bool:
+    """Whether a module has something of its own under a name, which is not left there by `leave`."""
+    fields = module.__dict__
+    if name in fields:
+        return not isinstance(fields[name], Tensor) or type(fields[name]) is Tensor
+    return name in module._parameters or name in module._buffers or name in module._modules
+
+
+def leave(module: nn.Module, name: str, x: Tensor) -> Tensor:
+    """Leave an alias without a graph on a module, unless that has something of its own there; returns the alias."""
     alias = x.detach()
     if type(alias) is Tensor:
         alias.__class__ = Stored  # half as long as making it one
+    if not is_own(module, name):
+        module.__dict__[name] = alias
     return alias
 
 
 def store_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
     """Leave aliases of inputs and output on a module (`input0`, ..., `output`); returns the last one."""
-    fields = module.__dict__
     for name, x in zip(INPUT_NAMES, inputs, strict=False):
-        fields[name] = stored(x)
-    alias = fields["output"] = stored(output)
-    return alias
+        leave(module, name, x)
+    return leave(module, "output", output)
 
 
 def forget(module: nn.Module, output: Tensor | None = None) -> None:
     """Remove the tensors that `store_on` left on a module; if an `output` is given, only those that came with it."""
     fields = module.__dict__
-    if output is not None and fields.get("output") is not output:
+    if output is not None and fields.get("output") is not output and not is_own(module, "output"):
         return
-    fields.pop("output", None)
+    if not is_own(module, "output"):
+        fields.pop("output", None)
     for name in INPUT_NAMES:
-        if fields.pop(name, None) is None:
+        if name not in fields:
             break
+        if not is_own(module, name):
+            del fields[name]

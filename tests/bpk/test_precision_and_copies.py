@@ -101,6 +101,32 @@ def test_branches_of_two_precisions() -> None:
 
 
 # ---- copies ------------------------------------------------------------------------------------------
+class InSingle(nn.Module):
+    """A parameter in double precision, of functions in single precision, between recorded calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(4, 3), nn.Linear(3, 3), nn.Softplus()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).float()
+        mixed = self.act(h @ torch.outer(self.scale, self.scale).float())
+        return self.last((mixed + self.act(h * self.scale.float().roll(1) * self.scale.float().sin())).double())
+
+
+def test_rows_have_the_precision_of_their_parameter() -> None:
+    (model, loss_fn), (x, y) = extended(InSingle().double()), data()
+    backward(model, loss_fn, x, y, E.BatchGrad(), E.ClippedGrad(0.1), E.ProjectedGrad(k=3))
+    rows = model.scale.grad_batch
+    assert rows.dtype is torch.float64
+    norms = torch.stack([p.grad_batch.flatten(1).square().sum(1) for p in model.parameters()]).sum(0).sqrt()
+    backward(model, loss_fn, x, y, E.ClippedGrad(float(norms.median()) * len(norms)), E.ProjectedGrad(k=3))
+    weights = (norms.median() / norms).clamp(max=1)
+    torch.testing.assert_close(model.scale.clipped_grad, weights @ rows, rtol=1e-5, atol=1e-8)
+    assert model.scale.projected_grad.dtype is torch.float64
+
+
 def test_deepcopy_after_forward_and_backward() -> None:
     model, loss_fn = extended()
     x, y = data()

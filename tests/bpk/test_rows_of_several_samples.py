@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -301,3 +303,24 @@ def test_functions_of_parameters_that_have_other_rows_are_refused_where_samples_
     with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchGrad()):
         loss.backward()
     assert not any(hasattr(p, "grad_batch") for p in model.parameters())
+
+
+class Halves(nn.Module):
+    """The first half of a batch is centred, a layer has the other: neither are half as many samples there."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(3, 4), layer, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.first(x).chunk(2)
+        b = self.layer(b[:, None])[0][:, 0] if isinstance(self.layer, nn.LSTM) else self.layer(b)
+        return self.last(torch.cat([a - a.mean(0), b]).tanh())
+
+
+@pytest.mark.parametrize("n", [4, 6, 8])
+@pytest.mark.parametrize("layer", [lambda: nn.LSTM(4, 4, batch_first=True), lambda: nn.Linear(4, 4)])
+def test_layers_that_have_half_of_the_batch_do_not_halve_it(n: int, layer: Any) -> None:
+    model, loss_fn = bpk.extend(Halves(layer())), bpk.extend(nn.CrossEntropyLoss())
+    with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchGrad()):
+        loss_fn(model(torch.randn(n, 3)), torch.arange(n) % 3).backward()

@@ -232,6 +232,36 @@ def product(layer: nn.Module) -> Tensor | str:
         return torch.zeros(()) if "derivatives" not in str(error) else torch.ones(())
 
 
+class Named(nn.Module):
+    """A layer that has something of its own under the names of what is left on layers."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.input0 = nn.Parameter(torch.ones(3, 4))
+        if isinstance(own, Tensor) and not isinstance(own, nn.Parameter):
+            self.register_buffer("output", own)
+        else:
+            self.output = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.output if isinstance(self.output, Tensor) else 2.0 if self.output else 3.0
+        return x @ self.input0.T * scale
+
+
+@pytest.mark.parametrize("own", [False, "sum", None, torch.ones(3), nn.Parameter(torch.ones(3))], ids=str)
+def test_names_that_a_layer_has_itself(own: Any) -> None:
+    """They stay, in the forward pass and behind the backward pass."""
+    model, loss_fn = bpk.extend(nn.Sequential(Named(own))), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    expected = model(x).detach()
+    for _ in range(2):
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(model(x), y).backward()
+        assert model[0].output is own or isinstance(own, Tensor)
+        assert torch.equal(model(x), expected)
+    torch.testing.assert_close(model[0].input0.grad_batch.sum(0) * 2, model[0].input0.grad)
+
+
 def test_cleanup_after_a_forward_pass_that_failed() -> None:
     """What an in-place layer notes before it runs stays until its next call."""
 

@@ -269,6 +269,16 @@ def test_first_order_beside_sums_is_what_it_is_alone(name: str) -> None:
     agree(together[0], Reference(*problem(name)))
 
 
+def test_what_is_told_of_first_order_is_told_behind_second_order() -> None:
+    """Where sums over the batch were right before."""
+    model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    with bpk.backpack(E.DiagGGNExact()):
+        loss_fn(model(x), y).backward()
+    with pytest.warns(UserWarning, match="mixes samples"), bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+
+
 def test_extension_hook_and_accumulation() -> None:
     """The hook sees every layer, with its fields; a second pass gives the same."""
     parts = problem("MLP")

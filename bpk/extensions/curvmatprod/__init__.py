@@ -22,8 +22,8 @@ __all__ = ["GGNMP", "HMP", "PCHMP", "MatrixProduct"]
 class MatrixProduct(SecondOrderBackpropExtension):
     """Common part: the field is a callable `[V, *p] -> [V, *p]`, or `[*p] -> [*p]` for one vector.
 
-    It stays valid after the backward pass, for as long as the extended model: it keeps the forward pass's tensors that
-    it needs, and refuses once they, or parameters, were changed.
+    It stays valid after the backward pass: it keeps the forward pass's tensors that it needs, and refuses once they, or
+    parameters, were changed. Parameters have it for as long as the extended model exists.
     """
 
     form = Form.PRODUCT

@@ -109,7 +109,10 @@ def first_that_holds(
         for numbers in numberings(root.batch_size, n, in_front):
             before = [(record, record.shifted) for record in above]
             try:
-                return n, test(numbers, n, movable)
+                rows = test(numbers, n, movable)
+                if n != root.batch_size and is_told(root, above):
+                    require_complete(root, above, rows, n)
+                return n, rows
             except UnsupportedLayer as error:
                 refusal = refusal or error
             except LastResort as error:
@@ -126,6 +129,17 @@ def first_that_holds(
     if found := as_picked(above, test, picked, sure=False, complete=True):
         return found
     raise refusal or mixed(f"{root.batch_size} rows of '{root.path}' are no multiple of the number of samples")
+
+
+def require_complete(root: Record, above: list[Record], rows: dict[Record, Tensor], n: int) -> None:
+    """Refuse fewer samples than the model was given because of layers with fewer rows, if these have not all of them.
+
+    They were given some of the samples then (each half of a batch goes its own way), and others mix.
+    """
+    fewer = [r for r in above if r.batch_size < root.batch_size and (r.params or r.knows_batch)]
+    seen = {number for record in fewer for number in (rows[record].tolist() if record in rows else range(n))}
+    if fewer and len(seen - {-1}) < n:
+        raise mixed(f"{fewer[0].where} has {fewer[0].batch_size} of the {root.batch_size} that the model was given")
 
 
 def as_given(root: Record, above: list[Record], test: Test, laid_out: bool) -> tuple[int, dict[Record, Tensor]] | None:

@@ -28,26 +28,14 @@ class BlockProduct:
 
     def __init__(self, uses: Uses, curvature: Curvature) -> None:
         self.tape: Tape = uses.uses[-1].arrived[0]
-        self.length = max(use.arrived[1] for use in uses.uses)
+        self.tape.products.add(self)
+        self.frames: list[Frame] = self.tape.frames[: max(use.arrived[1] for use in uses.uses)]
         self.param = uses.param
         self.curvature = curvature
         self.differentiable = torch.is_grad_enabled()
         for frame in self.frames if curvature is not Curvature.GGN else ():
             if frame.stretch is not None and frame.stretch.refusal is not None:
                 raise frame.stretch.refusal
-
-    @property
-    def frames(self) -> list[Frame]:
-        """The calls between the loss and the parameter, latest first."""
-        if not self.tape.frames:
-            raise RuntimeError(
-                explain(
-                    f"The model that {self!r} belongs to is gone.",
-                    "a product lives on the activations and the graph of the model, and ends with it.",
-                    "keep the extended model for as long as its products are used.",
-                )
-            )
-        return self.tape.frames[: self.length]
 
     def __repr__(self) -> str:
         return f"BlockProduct({self.curvature.value}, {tuple(self.param.shape)})"

@@ -131,6 +131,7 @@ class Tape(Observer):
         self.needs_root = factored  # clipping leaves the loss Hessian alone
         self.frames: list[Frame] = []
         self.models: list[weakref.ref[nn.Module]] = []
+        self.products: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def key(self) -> Hashable:
@@ -160,7 +161,7 @@ class Tape(Observer):
         return self, len(self.frames)
 
     def live_within(self, module: nn.Module) -> None:
-        """End the tape with the extended models that a layer is in.
+        """Let parameters have the products as long as an extended model exists that the layer is in.
 
         The graph of a stretch leads to parameters, which have the products in their fields. Python's garbage collector
         does not see the graph, so that nothing else would end this circle.
@@ -195,7 +196,11 @@ class Tape(Observer):
 
 
 def end(tape: weakref.ref[Tape]) -> None:
-    """A model is gone: so are products with its blocks, if it was the last one around these layers."""
+    """A model is gone: if it was the last one around these layers, their parameters lose the products."""
     found = tape()
-    if found is not None and all(ref() is None for ref in found.models):
-        found.frames.clear()
+    if found is None or any(ref() is not None for ref in found.models):
+        return
+    for product in tuple(found.products):
+        fields = vars(product.param)
+        for name in [name for name, value in fields.items() if value is product]:
+            del fields[name]
