@@ -23,7 +23,13 @@ from bpk.plan.objective import (
     require_no_penalty,
 )
 from bpk.plan.quantity import Quantity
-from bpk.plan.samples.cautions import caution_batch_of_one, caution_layout, caution_parts, caution_rows
+from bpk.plan.samples.cautions import (
+    caution_batch_of_one,
+    caution_layout,
+    caution_one_sample,
+    caution_parts,
+    caution_rows,
+)
 from bpk.plan.samples.placement import Placement, one_sample
 from bpk.plan.samples.rows import Attribution
 from bpk.plan.samples.whole_batch import place_or_merge
@@ -124,6 +130,7 @@ class Inspection:
             caution_coupling(root, node, self.extensions, placement.rows.get(root), placement.n)
             if self.merged is None:
                 caution_batch_of_one(root, above, placement.n)
+                caution_one_sample(root, above, placement.n, self.sources)
                 caution_layout(root, above, placement.n, placement.rows)
                 caution_rows(root, above, placement.n, placement.rows)
         for record in above:

@@ -139,7 +139,7 @@ class Factors(Check):
     def numbers(self, place: Place, columns: int) -> int:
         if len(place.shape) < 2:
             return place.shape.numel() ** 2
-        return place.shape[0] ** 2 + (place.shape.numel() // place.shape[0]) ** 2
+        return place.shape[0] ** 2 + (place.shape.numel() // max(1, place.shape[0])) ** 2
 
 
 def nearest_product(left: list[Tensor], right: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations
 
 import bpk
 from bpk import extensions as E
-from tests.helpers import backward
+from bpk.jacobians.core.errors import UnsupportedLayer
+from tests.helpers import backward, data, extended, told
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +155,29 @@ def test_fused_attention() -> None:
     result = bpk.verify(model, nn.CrossEntropyLoss(), tokens, y, E.BatchGrad(), E.DiagHessian(), E.HMP(), E.PCHMP())
     assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
     assert "FusedAttention" in str(bpk.support(model, E.DiagHessian(), inputs=tokens))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("extension", [E.DiagHessian, E.BatchDiagHessian, E.HMP, E.GGNMP, E.PCHMP])
+def test_a_gradient_that_torch_takes_for_constant(extension: type[Any]) -> None:
+    """The second derivative of what is put into a sparse tensor is missing in torch, which does not say so."""
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values, self.last = nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
+            weight = torch.eye(4).to(x) + torch.sparse_coo_tensor(places, self.values * 1.0, (4, 4))
+            return self.last(F.linear(x, weight).tanh())
+
+    model, loss_fn = extended(Sparse().double())
+    x, y = data()
+    with told(UnsupportedLayer, "sparse_coo_tensor", "index_put"), bpk.backpack(extension()):
+        loss_fn(model(x), y).backward()
+    with bpk.backpack(E.DiagGGNExact()):
+        loss_fn(model(x), y).backward()
 
 
 def test_products_behind_logcumsumexp() -> None:

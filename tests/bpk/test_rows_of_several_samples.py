@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -324,3 +325,113 @@ def test_layers_that_have_half_of_the_batch_do_not_halve_it(n: int, layer: Any) 
     model, loss_fn = bpk.extend(Halves(layer())), bpk.extend(nn.CrossEntropyLoss())
     with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchGrad()):
         loss_fn(model(torch.randn(n, 3)), torch.arange(n) % 3).backward()
+
+
+class Prompted(nn.Module):
+    """A prompt that a recurrent layer makes of a table of one row, beside the samples (P-tuning)."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 4) if source == "table" else None
+        self.layer, self.last = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.linspace(-1, 1, 12).to(x).view(1, 3, 4)
+        rows = rows if self.table is None else self.table(torch.arange(3)[None])
+        return self.last((x + self.layer(rows)[0].sum(1)).tanh())
+
+
+@pytest.mark.parametrize("source", ["table", "numbers"])
+@pytest.mark.parametrize("n", [5, 2])
+def test_a_layer_beside_the_samples_does_not_make_them_one(source: str, n: int) -> None:
+    torch.manual_seed(0)
+    check(Prompted(source), torch.randn(n, 4, dtype=torch.double), torch.arange(n) % 3)
+
+
+def test_a_batch_of_one_beside_as_many_samples_as_an_axis_is_long_is_told() -> None:
+    model, loss_fn = bpk.extend(Prompted("table")), bpk.extend(nn.CrossEntropyLoss())
+    with pytest.warns(UserWarning, match="all are taken for one sample"), bpk.backpack(E.BatchGrad()):
+        loss_fn(model(torch.randn(3, 4)), torch.arange(3)).backward()
+
+
+def test_steps_of_one_sample_are_no_samples() -> None:
+    """The same shapes, where the layer sees what was given."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.layer(x[None])[0][0])
+
+    model, loss_fn = bpk.extend(Steps()), bpk.extend(nn.CrossEntropyLoss())
+    with warnings.catch_warnings(), bpk.backpack(E.BatchGrad()):
+        warnings.simplefilter("error")
+        loss_fn(model(torch.randn(3, 4)), torch.arange(3)).backward()
+    assert model.last.weight.grad_batch.shape == (1, 3, 4)
+
+
+class Listed(nn.Module):
+    """A model that is given a list of samples: images of a channel, or bags."""
+
+    def __init__(self, bags: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.bags = nn.Linear(4, 6), nn.Linear(6, 3), bags
+
+    def forward(self, samples: list[Tensor]) -> Tensor:
+        if self.bags:
+            return self.last(torch.stack([self.first(bag).tanh().mean(0) for bag in samples]))
+        return self.last(self.first(torch.stack(samples).flatten(1)).tanh())
+
+
+@pytest.mark.parametrize("bags", [False, True])
+@pytest.mark.parametrize("n", [2, 4, 5])
+def test_a_list_of_samples_with_one_row_each(bags: bool, n: int) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Listed(bags).double()), bpk.extend(nn.CrossEntropyLoss())
+    sizes = [(1 + k % 3, 4) if bags else (1, 2, 2) for k in range(n)]
+    x, y = [torch.randn(size, dtype=torch.double) for size in sizes], torch.arange(n) % 3
+    with warnings.catch_warnings(), bpk.backpack(E.BatchGrad()):
+        warnings.simplefilter("error")
+        loss_fn(model(x), y).backward()
+    for p in model.parameters():
+        rows = [torch.autograd.grad(loss_fn(model(x[k : k + 1]), y[k : k + 1]) / n, p)[0] for k in range(n)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize(
+    "function",
+    [torch.inverse, torch.matrix_exp, lambda u: u.cumsum(0), lambda u: torch.linalg.qr(u)[0], lambda u: u / u.amax()],
+    ids=["inverse", "exponential", "cumsum", "qr", "scaled"],
+)
+def test_weights_that_are_products_of_functions_of_parameters(function: Any, n: int) -> None:
+    """Such a product has no samples, also where these are as many as its rows."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (function(self.turn) @ self.scale)
+
+    torch.manual_seed(0)
+    check(Weights(), torch.randn(n, 4, dtype=torch.double), torch.arange(n) % 3)
+
+
+def test_numbers_put_together() -> None:
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
+            self.start, self.end = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(0.25))
+
+        def forward(self, x: Tensor) -> Tensor:
+            times = torch.stack([self.start, self.end]).cumsum(0)
+            total = times[0] + times[1]
+            return self.last((self.first(x) + total).tanh() * self.start)
+
+    torch.manual_seed(0)
+    check(Times(), torch.randn(3, 4, dtype=torch.double), torch.arange(3))

@@ -9,7 +9,9 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain, warn
-from bpk.plan.samples.given import axis_of_data, is_given_data, is_of_data
+from bpk.plan.samples.given import axis_of_data, is_given_data, is_of_data, is_told
+from bpk.plan.samples.hypotheses import is_list_of_samples
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 CAUTIONED: WeakSet[nn.Module] = WeakSet()
@@ -34,7 +36,8 @@ def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
         if record.knows_batch or (record.given and record.given[0][:1] != (1,)):
             return
     given = [shape[0] for record in above for shape in record.given if shape]
-    if n < 2 or not given or n in given or root.module in CAUTIONED:
+    listed = any(is_list_of_samples(record.given, n) for record in above)
+    if n < 2 or not given or n in given or listed or root.module in CAUTIONED:
         return
     CAUTIONED.add(root.module)
     warn(
@@ -42,6 +45,27 @@ def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
             f"The model was given one row, and the {n} rows of '{root.path}' are taken for samples.",
             "functions merge axes in front of all layers, and nothing tells whether these are samples or parts of one.",
             "give the model at least two samples, or merge axes behind its first layer.",
+        )
+    )
+
+
+def caution_one_sample(root: Record, above: Sequence[Record], n: int, sources: Sources) -> None:
+    """Tell the user once where a model was given as many rows as the loss has, and all are taken for one sample.
+
+    A layer that knows its batch axis has one row then. That is right for steps of a sample, which such a layer sees,
+    and not for samples beside a table that it sees; nothing tells which, unless it does read the data.
+    """
+    if n != 1 or root.batch_size < 2 or root.module in CAUTIONED or not is_told(root, above):
+        return
+    known = [record for record in above if record.knows_batch and record.batch_size == 1]
+    if not known or any(is_of_data(each) for record in known for each in (record, *sources.upstream(record))):
+        return
+    CAUTIONED.add(root.module)
+    warn(
+        explain(
+            f"The model was given {root.batch_size} rows, and all are taken for one sample.",
+            f"{known[-1].where} has a batch of one, and nothing tells whether that is a part of them or beside them.",
+            "give the model another number of rows than an axis of that layer has, or a batch axis.",
         )
     )
 

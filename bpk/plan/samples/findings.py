@@ -81,7 +81,9 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     if axis == 0 or not movable or record.knows_batch or record.rule is None or len(record.used) > 1:
         passed_on = not record.params and not is_given_data(record)  # what feeds it decides (see `check_hypothesis`)
         shared = record.batch_size != n or not record.inputs[0].is_floating_point() or passed_on
-        elsewhere = record.knows_batch or (n in behind_first_axis(record) and not passed_on)
+        elsewhere = (record.knows_batch and not is_beside_samples(record, n)) or (
+            n in behind_first_axis(record) and not passed_on
+        )
         elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
         may_be_shared = (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources))
         raise FeedsSeveral(what, has_axis=not may_be_shared)
@@ -89,6 +91,15 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         raise NotInFront([record])
     record.shift(axis)
     return rows
+
+
+def is_beside_samples(record: Record, n: int) -> bool:
+    """Whether the only row of a layer that knows its batch axis can be none of the samples that the model was given.
+
+    They are in no axis of it: a recurrent layer that makes prompts, or positions, for all of them.
+    """
+    told = bool(record.given) and record.given[0][:1] == (n,)
+    return told and record.batch_size == 1 < n and n not in record.inputs[0].shape
 
 
 def may_be_in(record: Record, axis: int) -> bool:

@@ -28,9 +28,10 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     says otherwise, and comes last if a layer knows better.
     """
     sizes = numbers_of_samples(root, above)
-    if root.batch_size > 1 and not may_be_one_sample(above):
+    listed = root.batch_size > 1 and any(is_list_of_samples(r.given, root.batch_size) for r in above)
+    if root.batch_size > 1 and (listed or not may_be_one_sample(above)):
         sizes = [n for n in sizes if n != 1]
-    axes = axes_of_one_row(above)
+    axes = set[int]() if listed else axes_of_one_row(above)
     if axes and not one_by_one(root, above):
         sizes = sorted({1, *axes.intersection(sizes)}, reverse=True)
     last = [n for n in sizes if n == 1 and any(r.binding.axes and r.batch_size > 1 for r in above)]
@@ -43,6 +44,11 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
         found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
         ordered += [hypothesis for hypothesis in found if hypothesis not in ordered]
     return ordered + [(n, True, True) for n in last]
+
+
+def is_list_of_samples(given: Sequence[torch.Size], n: int) -> bool:
+    """Whether a model may have been given a list of `n` samples, such as images `[C, H, W]`, or bags `[T, D]`."""
+    return len(given) == n and len({(len(shape), shape[-1:]) for shape in given}) == 1 and len(given[0]) > 1
 
 
 def may_be_one_sample(above: list[Record]) -> bool:

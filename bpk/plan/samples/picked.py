@@ -30,7 +30,8 @@ def picked_rows(root: Record, above: list[Record], sources: Sources, sure: bool)
 
     def axes_of(record: Record, mat: Tensor) -> list[int]:
         """Axes that may be that of samples (if these are as many as the root's rows: and are not those)."""
-        found = [axis for axis in range(max(1, mat.dim() - 2)) if mat.shape[1 + axis] == n and not record.shifted]
+        known = range(min(max(1, mat.dim() - 2), mat.dim() - 1))  # a number has none
+        found = [axis for axis in known if mat.shape[1 + axis] == n and not record.shifted]
         if found and reads_tables(record, sources):
             return []
         return [a for a in found if n != count or decode(mat.movedim(1 + a, 1), 1 << DIGITS, tolerance) is None]

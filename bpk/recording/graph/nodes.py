@@ -37,10 +37,12 @@ OPERANDS = {
 OF_MATRICES = ("Mm", "Addmm")
 """Products of two matrices."""
 
-ALONE = words("""Abs Add Addmm Alias Bmm Cat Clamp ClampMax ClampMin Clone Cos Cosh Diagonal DiagEmbed Div Elu Erf
-Exp Expm1 Flip Gelu Identity LinalgVectorNorm Log Log1P LogSigmoid LogSoftmax Matmul Mean Mm Mul Mv Neg Norm Permute Pow
-Reciprocal Relu ReshapeAlias Roll Rsqrt Select Sigmoid Silu Sin Sinh Slice Softmax Softplus Split SplitWithSizes
-Sqrt Squeeze Stack Sub Sum T Tan Tanh ToCopy Transpose Tril Triu Unbind UnsafeView Unsqueeze View""")
+ALONE = words("""Abs Add Addmm Alias Amax Amin Bmm Cat Clamp ClampMax ClampMin Clone Cos Cosh Cumprod Cumsum
+Diagonal DiagEmbed Div Elu Erf Exp Expm1 Flip Gelu Identity LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx
+LinalgMatrixExp LinalgQr LinalgSolveEx LinalgSolveTriangular LinalgSvd LinalgVectorNorm Log Log1P LogSigmoid
+LogSoftmax Logsumexp Matmul Max Mean Min Mm Mul Mv Neg Norm Permute Pow Prod Reciprocal Relu ReshapeAlias Roll Rsqrt
+Select Sigmoid Silu Sin Sinh Slice Softmax Softplus Sort Split SplitWithSizes Sqrt Squeeze Stack Std Sub Sum T Tan
+Tanh ToCopy Transpose Tril Triu Unbind UnsafeView Unsqueeze Var View""")
 """Functions whose results have no size but those of their arguments, and look nothing up."""
 
 ALONE_OF = "bpk.alone"
