@@ -180,6 +180,24 @@ def test_a_gradient_that_torch_takes_for_constant(extension: type[Any]) -> None:
         loss_fn(model(x), y).backward()
 
 
+@pytest.mark.parametrize("extension", [E.DiagHessian, E.BatchDiagHessian, E.HMP])
+def test_rows_of_a_sample_behind_a_function_without_second_derivative(extension: type[Any]) -> None:
+    """It is looked at whether it couples rows, before its second derivative is asked for."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.inner, self.last = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.last(F.hardsigmoid(self.inner(self.words(tokens).flatten(0, 1))))
+
+    model, loss_fn = extended(Tagger().double())
+    x, y = torch.randint(7, (3, 5)), torch.arange(15) % 3
+    with told(UnsupportedLayer, "cannot be differentiated twice"), bpk.backpack(extension()):
+        loss_fn(model(x), y).backward()
+
+
 def test_products_behind_logcumsumexp() -> None:
     """Torch's derivatives of its gradient are NaN where that is zero, and further ones everywhere."""
 

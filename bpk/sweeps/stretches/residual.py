@@ -117,7 +117,8 @@ class StretchResidual(SampleBySample):
         """Whether no row of a target is coupled with another one (all have as many)."""
         count = self.shapes[0][0]
         labels = [torch.arange(count, device=self.grad.device).reshape(-1, *[1] * (len(s) - 1)) for s in self.shapes]
-        return not self.is_zero and self.couplings.none_between(labels, count)
+        with differentiable_twice(self.source, self.grad):
+            return not self.is_zero and self.couplings.none_between(labels, count)
 
     # ---- all samples and positions at once --------------------------------------------------------------
     @cached_property
