@@ -36,8 +36,9 @@ def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
         if record.knows_batch or (record.given and record.given[0][:1] != (1,)):
             return
     given = [shape[0] for record in above for shape in record.given if shape]
-    listed = any(is_list_of_samples(record.given, n) for record in above)
-    if n < 2 or not given or n in given or listed or root.module in CAUTIONED:
+    if n < 2 or not given or n in given or root.module in CAUTIONED:
+        return
+    if any(is_list_of_samples(record.given, n) for record in above):
         return
     CAUTIONED.add(root.module)
     warn(
