@@ -373,31 +373,41 @@ def test_steps_of_one_sample_are_no_samples() -> None:
 
 
 class Listed(nn.Module):
-    """A model that is given a list of samples: images of a channel, or bags."""
+    """A model that is given a list of samples: images, bags, or sequences that it packs into one (NaViT)."""
 
-    def __init__(self, bags: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.first, self.last, self.bags = nn.Linear(4, 6), nn.Linear(6, 3), bags
+        self.first, self.last, self.kind = nn.LazyLinear(6), nn.Linear(6, 3), kind
 
     def forward(self, samples: list[Tensor]) -> Tensor:
-        if self.bags:
+        if self.kind == "bags":
             return self.last(torch.stack([self.first(bag).tanh().mean(0) for bag in samples]))
-        return self.last(self.first(torch.stack(samples).flatten(1)).tanh())
+        if self.kind == "images":
+            return self.last(self.first(torch.stack(samples).flatten(1)).tanh())
+        packed = self.first(torch.cat(samples)[None])
+        of = torch.repeat_interleave(torch.tensor([len(sample) for sample in samples]))
+        scores = (packed @ packed.mT).masked_fill(of[:, None] != of[None], float("-inf"))
+        mixed = (packed + scores.softmax(-1) @ packed).tanh()[0]
+        return self.last(torch.zeros(len(samples), 6).to(mixed).index_add(0, of, mixed))
 
 
-@pytest.mark.parametrize("bags", [False, True])
+@pytest.mark.parametrize("kind", ["images", "bags", "packed"])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("n", [2, 4, 5])
-def test_a_list_of_samples_with_one_row_each(bags: bool, n: int) -> None:
+def test_a_list_of_samples(kind: str, rows: int, n: int) -> None:
+    """The first of them has so many rows, others of a bag have more."""
     torch.manual_seed(0)
-    model, loss_fn = bpk.extend(Listed(bags).double()), bpk.extend(nn.CrossEntropyLoss())
-    sizes = [(1 + k % 3, 4) if bags else (1, 2, 2) for k in range(n)]
+    made, loss_fn = Listed(kind).double(), bpk.extend(nn.CrossEntropyLoss())
+    sizes = [(rows + k % 3 * (kind != "images"), 4) for k in range(n)]
     x, y = [torch.randn(size, dtype=torch.double) for size in sizes], torch.arange(n) % 3
+    made(x)
+    model = bpk.extend(made)
     with warnings.catch_warnings(), bpk.backpack(E.BatchGrad()):
         warnings.simplefilter("error")
         loss_fn(model(x), y).backward()
     for p in model.parameters():
-        rows = [torch.autograd.grad(loss_fn(model(x[k : k + 1]), y[k : k + 1]) / n, p)[0] for k in range(n)]
-        torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+        each = [torch.autograd.grad(loss_fn(model(x[k : k + 1]), y[k : k + 1]) / n, p)[0] for k in range(n)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(each))
 
 
 @pytest.mark.parametrize("n", [3, 4])

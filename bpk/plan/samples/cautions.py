@@ -86,6 +86,8 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
         return
     if sum(counts) == count and len({shape[1:] for shape in given}) == 1:
         return
+    if any(is_list_of_samples(record.given, count) for record in above):
+        return
     seen = [record for record in above if is_given_data(record)]
     in_rows = all(record in rows or record.batch_size == n for record in seen)
     kept = any(record.knows_batch or (n != count and record not in rows and record.batch_size == n) for record in above)

@@ -28,10 +28,11 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     says otherwise, and comes last if a layer knows better.
     """
     sizes = numbers_of_samples(root, above)
-    listed = root.batch_size > 1 and any(is_list_of_samples(r.given, root.batch_size) for r in above)
-    if root.batch_size > 1 and (listed or not may_be_one_sample(above)):
+    if root.batch_size > 1 and any(is_list_of_samples(r.given, root.batch_size) for r in above):
+        return [(n, movable, True) for movable in (False, True) for n in sizes if n == root.batch_size]
+    if root.batch_size > 1 and not may_be_one_sample(above):
         sizes = [n for n in sizes if n != 1]
-    axes = set[int]() if listed else axes_of_one_row(above)
+    axes = axes_of_one_row(above)
     if axes and not one_by_one(root, above):
         sizes = sorted({1, *axes.intersection(sizes)}, reverse=True)
     last = [n for n in sizes if n == 1 and any(r.binding.axes and r.batch_size > 1 for r in above)]
@@ -48,7 +49,7 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
 
 def is_list_of_samples(given: Sequence[torch.Size], n: int) -> bool:
     """Whether a model may have been given a list of `n` samples, such as images `[C, H, W]`, or bags `[T, D]`."""
-    return len(given) == n and len({(len(shape), shape[-1:]) for shape in given}) == 1 and len(given[0]) > 1
+    return len(given) == n and len({(len(shape), shape[-1:]) for shape in given}) == 1 and len(given[0]) > 0
 
 
 def may_be_one_sample(above: list[Record]) -> bool:
@@ -220,6 +221,6 @@ def mixed(what: str) -> UnsupportedLayer:
             "a function or a layer mixes samples, or the batch axis was moved or merged so that they cannot be told "
             "apart.",
             "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
-            "losses take [N, C, T].",
+            "losses take [N, C, T]. Of contrastive losses there are only sums over the batch (DiagGGNExact, HMP, ...).",
         )
     )
