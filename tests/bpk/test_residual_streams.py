@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -140,8 +141,8 @@ def deep(blocks: int) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         made = Sources.__init__
 
-        def noted(self: Sources) -> None:
-            made(self)
+        def noted(self: Sources, *args: Any) -> None:
+            made(self, *args)
             found.append(self)
 
         patch.setattr(Sources, "__init__", noted)
