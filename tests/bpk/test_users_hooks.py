@@ -297,9 +297,8 @@ def test_hooks_that_change_gradients(where: str) -> None:
 
 def test_layers_stay_connected_directly() -> None:
     """Nodes of hooks between two layers are no functions in between."""
-    from bpk.plan.sources import trace
+    from bpk.plan.sources import Sources
     from bpk.recording.graph.ownership import owner_of
-    from bpk.recording.membership import ExtendedParameters
 
     model = bpk.extend(nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Sigmoid()), nn.Linear(3, 2)))
     for module in model.modules():
@@ -308,8 +307,7 @@ def test_layers_stay_connected_directly() -> None:
     record = owner_of(out.grad_fn.next_functions[0][0].next_functions[0][0])
     assert record is not None
     while record.module is not model[0]:
-        source = trace(record, 0, ExtendedParameters())
-        assert source is not None
+        source = Sources()[record][0]
         assert source.stretch is None
         ((record, _),) = source.targets
 
