@@ -58,11 +58,9 @@ class Reference:
     ) -> None:
         self.problem, self.say, self.passes = problem, say, passes
         self.layers = Layers(problem.model if factors else nn.Module())
-        self.entries = {name: place.entries for name, place in places.items()}
-        self.places = places
+        self.places, self.entries = places, {name: place.entries for name, place in places.items()}
         self.share = passes // max(1, len(places))
-        named = dict(problem.model.named_parameters())
-        self.params: dict[str, Tensor] = {name: named[name] for name in places}
+        self.params: dict[str, Tensor] = {name: problem.model.get_parameter(name) for name in places}
         with differentiable_twice():
             with self.layers.elsewhere:
                 objective = Objective(problem)
