@@ -59,10 +59,9 @@ def forget(module: nn.Module, output: Tensor | None = None) -> None:
     fields = module.__dict__
     if output is not None and fields.get("output") is not output and not is_own(module, "output"):
         return
-    if not is_own(module, "output"):
-        fields.pop("output", None)
-    for name in INPUT_NAMES:
-        if name not in fields:
+    for name in ("output", *INPUT_NAMES):
+        if name in fields:
+            if isinstance(fields[name], Tensor) and type(fields[name]) is not Tensor:  # left there, see `is_own`
+                del fields[name]
+        elif name != "output" and not is_own(module, name):
             break
-        if not is_own(module, name):
-            del fields[name]

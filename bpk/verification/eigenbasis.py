@@ -18,8 +18,11 @@ from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
 from bpk.verification.reference import Reference
 
-RESOLVED, ROUNDINGS = 1e-4, 1e5
-"""Of eigenvalues, relative to the mean one, and to rounding errors: of smaller ones the vectors are not compared."""
+RESOLVED = 1e-4
+"""Of eigenvalues, relative to the mean one: of smaller ones the vectors are not compared."""
+
+ABOVE_ROUNDING = 1e5
+"""The same, relative to rounding errors."""
 
 
 class InEigenbasis(Check):
@@ -112,7 +115,7 @@ def eigen(vectors: Tensor, products: list[Tensor], rounding: float, noise: float
     """
     flat = torch.stack([p.flatten() for p in products])
     values = (torch.cat([vectors, probe(vectors)]) * flat).sum(1, keepdim=True)
-    least = (max(RESOLVED, ROUNDINGS * rounding) * values.max()).clamp(min=noise)
+    least = (max(RESOLVED, ABOVE_ROUNDING * rounding) * values.max()).clamp(min=noise)
     return torch.where(values[:-1] > least, flat[:-1] / values[:-1], vectors)
 
 

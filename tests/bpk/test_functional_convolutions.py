@@ -157,7 +157,7 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("name", ["strided", "linear"])
 def test_inside_of_a_checkpoint(name: str) -> None:
-    """What the node has saved is given out once in a pass: autograd itself carries columns through."""
+    """What the node has saved is given out once in a pass, and computed again where it is read for second order."""
     torch.manual_seed(5)
     cases: dict[str, tuple[Function, tuple[int, ...], int | None, tuple[int, ...]]] = {
         "linear": (F.linear, (3, 4), 3, (3, 2, 4))

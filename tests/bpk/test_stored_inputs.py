@@ -262,6 +262,22 @@ def test_names_that_a_layer_has_itself(own: Any) -> None:
     torch.testing.assert_close(model[0].input0.grad_batch.sum(0) * 2, model[0].input0.grad)
 
 
+def test_other_inputs_are_freed_beside_a_parameter_called_input0() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.input0 = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x + y) * self.input0
+
+    layer = bpk.extend(Sum())
+    out = layer(torch.ones(2, 3), torch.ones(2, 3))
+    assert {"input1", "output"} <= vars(layer).keys()
+    out.sum().backward()
+    assert {"input1", "output"}.isdisjoint(vars(layer))
+
+
 def test_cleanup_after_a_forward_pass_that_failed() -> None:
     """What an in-place layer notes before it runs stays until its next call."""
 

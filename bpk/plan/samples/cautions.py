@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain, warn
 from bpk.plan.samples.given import axis_of_data, is_given_data, is_of_data, is_told
-from bpk.plan.samples.hypotheses import is_list_of_samples
+from bpk.plan.samples.hypotheses import are_listed
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -38,7 +38,7 @@ def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
     given = [shape[0] for record in above for shape in record.given if shape]
     if n < 2 or not given or n in given or root.module in CAUTIONED:
         return
-    if any(is_list_of_samples(record.given, n) for record in above):
+    if are_listed(above, n):
         return
     CAUTIONED.add(root.module)
     warn(
@@ -86,7 +86,7 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
         return
     if sum(counts) == count and len({shape[1:] for shape in given}) == 1:
         return
-    if any(is_list_of_samples(record.given, count) for record in above):
+    if are_listed(above, count):
         return
     seen = [record for record in above if is_given_data(record)]
     in_rows = all(record in rows or record.batch_size == n for record in seen)

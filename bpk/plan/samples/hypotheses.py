@@ -28,7 +28,7 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     says otherwise, and comes last if a layer knows better.
     """
     sizes = numbers_of_samples(root, above)
-    if root.batch_size > 1 and any(is_list_of_samples(r.given, root.batch_size) for r in above):
+    if root.batch_size > 1 and are_listed(above, root.batch_size):
         return [(n, movable, True) for movable in (False, True) for n in sizes if n == root.batch_size]
     if root.batch_size > 1 and not may_be_one_sample(above):
         sizes = [n for n in sizes if n != 1]
@@ -47,9 +47,12 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     return ordered + [(n, True, True) for n in last]
 
 
-def is_list_of_samples(given: Sequence[torch.Size], n: int) -> bool:
+def are_listed(above: Iterable[Record], n: int) -> bool:
     """Whether a model may have been given a list of `n` samples, such as images `[C, H, W]`, or bags `[T, D]`."""
-    return len(given) == n and len({(len(shape), shape[-1:]) for shape in given}) == 1 and len(given[0]) > 0
+    for given in {record.given for record in above}:
+        if len(given) == n and len({(len(shape), shape[-1:]) for shape in given}) == 1 and len(given[0]) > 0:
+            return True
+    return False
 
 
 def may_be_one_sample(above: list[Record]) -> bool:

@@ -64,21 +64,21 @@ def recover_convolution(edge: Edge, extended: Container[Tensor], again: Callable
         return None
     (_, place), (_, of_weight) = OPERANDS[CONVOLUTION]
     given, *others = (node.next_functions[k] for k in (place, of_weight, 2))
-    x, weight = kept_by(node, "input", "weight")
-    shapes = [tuple(weight.shape), tuple(engine.saved(node, "bias_sym_sizes_opt") or ())]
     params: dict[str, Tensor] = {}
-    for name, (above, _), shape in zip(("weight", "bias"), others, shapes, strict=True):
+    for name, (above, _) in zip(("weight", "bias"), others, strict=True):
         if above is None and name == "bias":
             continue  # there is none, or it is frozen
         found, walk = parameter_behind(above)
-        if found is None or found not in extended or tuple(found.shape) != shape:
-            return None
-        if any(one.name() in TRANSPOSES for one in walk):
+        if found is None or found not in extended or any(one.name() in TRANSPOSES for one in walk):
             return None
         params[name] = found
-    if x is None or x.is_complex() or not 3 <= x.dim() <= 5 or x.device != params["weight"].device:
-        return None
     if is_of_parameters(given[0]):
+        return None
+    x, weight = kept_by(node, "input", "weight")
+    shapes = {"weight": tuple(weight.shape), "bias": tuple(engine.saved(node, "bias_sym_sizes_opt") or ())}
+    if any(tuple(p.shape) != shapes[name] for name, p in params.items()):
+        return None
+    if x is None or x.is_complex() or not 3 <= x.dim() <= 5 or x.device != params["weight"].device:
         return None
     options = (engine.saved(node, name) for name in OPTIONS)
     module = convolution_layer(x.dim() - 2, *(tuple(x) if isinstance(x, (tuple, list)) else x for x in options))

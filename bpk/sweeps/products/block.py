@@ -27,7 +27,7 @@ class BlockProduct:
     """Multiply with the diagonal block of one parameter: one vector `[*p]`, or several, `[V, *p]`."""
 
     def __init__(self, uses: Uses, curvature: Curvature) -> None:
-        self.tape: Tape = uses.uses[-1].arrived[0]
+        self.tape: Tape = uses.uses[-1].arrived[0]  # which lives as long as one of its products
         self.tape.products.add(self)
         self.frames: list[Frame] = self.tape.frames[: max(use.arrived[1] for use in uses.uses)]
         self.param = uses.param

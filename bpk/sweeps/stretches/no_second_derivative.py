@@ -15,19 +15,17 @@ from bpk.recording.context.state import CTX
 from bpk.recording.graph.identity import function_name
 
 UNDEFINED = {
-    "LogcumsumexpBackward0": (
-        "torch's derivatives of the gradient of logcumsumexp are NaN, as functions of its vector.",
-        "m + (x - m).exp().cumsum(dim).log(), with m = x.amax(dim, keepdim=True)",
-    ),
-    "SparseCooTensorWithDimsAndTensorsBackward0": (
-        "torch's gradient of torch.sparse_coo_tensor has no derivative.",
-        "torch.zeros(size).index_put(tuple(indices), values, accumulate=True)",
-    ),
+    "LogcumsumexpBackward0": "torch's derivatives of the gradient of logcumsumexp are NaN, as functions of its vector."
 }
 """Functions whose products with vectors autograd cannot differentiate, as those that outlive a pass have to be."""
 
-CONSTANT = frozenset({"SparseCooTensorWithDimsAndTensorsBackward0"})
-"""Those of them behind whose gradient autograd finds no second derivative, and does not say so."""
+CONSTANT = {
+    "SparseCooTensorWithDimsAndTensorsBackward0": (
+        "torch's gradient of torch.sparse_coo_tensor has no derivative.",
+        "torch.zeros(size).index_put(tuple(indices), values, accumulate=True)",
+    )
+}
+"""Functions whose gradient autograd takes for a constant, without saying so: why, and what can be written instead."""
 
 ONCE_IN_GRADIENTS = frozenset(
     f"{kind}BackwardBackward0" for kind in ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
@@ -99,20 +97,35 @@ def is_hidden(source: Source, grad: Tensor) -> bool:
 
 def require_products(source: Source) -> None:
     """Refuse functions that cannot become a linear map: `J u` and `J^T u` are derivatives of each other."""
+    require_derivative(source)
     for name in source.functions & UNDEFINED.keys():
-        reason, do = UNDEFINED[name]
-        what = f"Products cannot pass a function before {source.consumer.where}."
-        do = f"use a quantity without products (DiagGGNExact, KFAC, ...), or write the function with others: {do}."
-        raise UnsupportedLayer(explain(what, reason, do))
+        raise UnsupportedLayer(
+            explain(
+                f"Products cannot pass a function before {source.consumer.where}.",
+                UNDEFINED[name],
+                "use a quantity without products (DiagGGNExact, DiagHessian, ...), or write the function with others: "
+                "m + (x - m).exp().cumsum(dim).log(), with m = x.amax(dim, keepdim=True).",
+            )
+        )
+
+
+def require_derivative(source: Source) -> None:
+    """Refuse functions whose gradient is taken for a constant."""
+    for name in source.functions & CONSTANT.keys():
+        reason, others = CONSTANT[name]
+        raise UnsupportedLayer(
+            explain(
+                f"A function before {source.consumer.where} cannot be differentiated twice.",
+                reason,
+                "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write it with others: "
+                f"{others}.",
+            )
+        )
 
 
 def require_curvature(source: Source) -> None:
     """Refuse functions of which torch has a second derivative that is wrong."""
-    for name in source.functions & CONSTANT:
-        reason, do = UNDEFINED[name]
-        what = f"A function before {source.consumer.where} cannot be differentiated twice."
-        do = f"use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write it with others: {do}."
-        raise UnsupportedLayer(explain(what, reason, do))
+    require_derivative(source)
     if source.functions & ONCE_IN_GRADIENTS:
         raise UnsupportedLayer(
             explain(
