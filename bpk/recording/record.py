@@ -158,7 +158,7 @@ class Record(Connected):
         assert self.rule is not None
         binding, axes = self.binding, (self.shifted,)
         if self.shifted:
-            binding = Binding(self.module, (), axes * len(inputs), axes * (1 + max(self.results)))
+            binding = Binding(binding.options, (), axes * len(inputs), axes * (1 + max(self.results)))
         options = self.hyperparameters.as_called(binding.options)
         with torch.enable_grad():  # whoever asks first: what is moved has a graph
             output, shapes = self.rule.join(binding, {**self.results}, self.used or list(self.results)[:1])

@@ -1,0 +1,136 @@
+"""Normalisations without a layer: `F.layer_norm(x, shape, self.weight, self.bias)`, found in autograd's graph.
+
+So do subclasses of `nn.LayerNorm` and the like that have a forward pass of their own. The node keeps input, statistics
+and most options, and leads to the parameters. As with products (`parameter_products.py`), the call is written down from
+it during the backward pass, as if a layer had made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.function_module import Plain
+from bpk.recording import engine
+from bpk.recording.graph.identity import function_name
+from bpk.recording.graph.kept import kept_by
+from bpk.recording.graph.nodes import Edge
+from bpk.recording.graph.ownership import can_be_written_down, give
+from bpk.recording.graph.parameter_operands import is_of_parameters, parameter_at
+from bpk.recording.record import Record
+from bpk.rules import REGISTRY
+
+
+@dataclass(frozen=True)
+class OfFeatures:
+    """The options of a layer normalisation."""
+
+    normalized_shape: tuple[int, ...]
+    eps: float
+
+
+@dataclass(frozen=True)
+class OfGroups:
+    """The options of a group normalisation."""
+
+    num_groups: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class OfBatch:
+    """The options of a batch normalisation in evaluation mode."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    eps: float
+    training: bool = False
+
+
+Options = OfFeatures | OfGroups | OfBatch
+
+LAYERS: dict[str, tuple[type[nn.Module], str]] = {
+    "NativeLayerNorm": (nn.LayerNorm, "F.layer_norm"),
+    "NativeGroupNorm": (nn.GroupNorm, "F.group_norm"),
+    **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"), (nn.BatchNorm1d, "F.batch_norm")),
+}
+"""By node: which layer does what it does, and what users write in its place."""
+
+
+@cache
+def stand_in(layer: type[nn.Module], function: str) -> nn.Module:
+    """What stands for the layer: one for all calls, because what is known of a graph's form is found by its modules."""
+    kind = type(f"{layer.__name__}Function", (layer, Plain), {"__doc__": f"Stands for a call of `{function}`."})
+    module: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    module.__dict__["_bpk_path"] = function
+    return module
+
+
+def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callable[[], bool]) -> Record | None:
+    """The record of a normalisation with a parameter, from its node; `None` for all others.
+
+    One with the statistics of its batch is left to autograd.
+
+    Args:
+        edge: Leads to the node.
+        extended: The parameters that get fields.
+        again: Tells whether what a checkpoint has dropped may be computed again for that.
+    """
+    node = edge[0]
+    if node is None or (kind := function_name(node)) not in LAYERS or not can_be_written_down(node, "input", again):
+        return None
+    given, *others = node.next_functions
+    params: dict[str, Tensor] = {}
+    for name, (above, _) in zip(("weight", "bias"), others, strict=True):
+        if above is None:
+            continue  # there is none, or it is frozen
+        found = parameter_at(above)
+        if found is None or found not in extended or found is params.get("weight"):
+            return None
+        params[name] = found
+    if not params or is_of_parameters(given[0]):
+        return None
+    x, weight = kept_by(node, "input", "weight")
+    if weight is not None:
+        params = {"weight": weight, **params}  # also a frozen one
+    if not x.numel() or any(p.device != x.device for p in params.values()):
+        return None
+    options = options_of(node, kind, x)
+    if options is None:
+        return None
+    module, out = stand_in(*LAYERS[kind]), engine.like_output(node)  # no rule reads it
+    binding = Binding(options, (x,))
+    record = Record(module, REGISTRY.find(module), binding, (x,), (given,), {0: out}, {0: 0}, params=params)
+    give(node, record)
+    return record
+
+
+def options_of(node: Node, kind: str, x: Tensor) -> Options | None:
+    """The options of a call, from its node; `None` if its statistics are those of a batch."""
+    if kind == "NativeLayerNorm":
+        shape, rstd = kept_by(node, "normalized_shape", "result2")
+        return OfFeatures(tuple(shape), eps_of(x, rstd))
+    if kind == "NativeGroupNorm":
+        return OfGroups(*kept_by(node, "group", "eps"))
+    training, eps = kept_by(node, "training", "epsilon" if kind != "NativeBatchNorm" else "eps")
+    mean, var = (None, None) if training else kept_by(node, "running_mean", "running_var")
+    return None if mean is None or var is None else OfBatch(mean, var, eps)
+
+
+def eps_of(x: Tensor, rstd: Tensor) -> float:
+    """What was added to variances, of which `rstd = 1 / sqrt(var + eps)` is known for each group of `x`, in order.
+
+    The smallest variance tells best: beside the others, the rounding in it is small.
+    """
+    with torch.no_grad():
+        rows, known = x.reshape(rstd.numel(), -1), rstd.flatten()
+        least = known.argmax()
+        group, known = rows[least].to("cpu", torch.float64), known[least].to("cpu", torch.float64)
+        return max(float(known**-2 - group.var(correction=0)), 0.0)
