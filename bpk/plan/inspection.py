@@ -23,6 +23,7 @@ from bpk.plan.objective import (
     require_no_penalty,
 )
 from bpk.plan.quantity import Quantity
+from bpk.plan.read_statistics import require_statistics_unread
 from bpk.plan.samples.cautions import (
     caution_batch_of_one,
     caution_layout,
@@ -121,6 +122,7 @@ class Inspection:
             self.merged.add(records, {record: one_sample(record) for record in records}, 1)
         for record in records:
             for source in self.sources[record].values():
+                require_statistics_unread(source, self.second_order)
                 if source.trained:
                     self.by_functions.update(map(id, source.trained))
         require_own(records)

@@ -119,6 +119,37 @@ def test_forces_behind_a_normalisation() -> None:
     assert verdicts(written, E.DiagHessian()) == {"DiagHessian": {"ok", "not checked"}}
 
 
+class ByFunction(nn.GroupNorm):
+    """The function, and a weight that is computed: no part of it has a rule."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.group_norm(input, self.num_groups, self.weight.exp(), self.bias)
+
+
+class Scaled(nn.Module):
+    """A parameter in front of it, which functions use."""
+
+    def __init__(self, norm: type[nn.GroupNorm], channels: int) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.rand(channels) + 0.5), norm(1, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x * self.scale)
+        return found
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm, ByFunction])
+def test_forces_behind_a_group_normalisation(norm: type[nn.GroupNorm]) -> None:
+    """Torch forgets what comes to one of its statistics alone: products were wrong, and gradients of layers are not."""
+    layers = Forces(lambda channels: norm(1, channels))
+    found = verdicts(layers, E.BatchGrad(), E.BatchL2Grad(), E.DiagGGNExact(), E.DiagHessian(), E.GGNMP())
+    assert found.pop("BatchGrad") == found.pop("BatchL2Grad") == {"ok", "not checked"}
+    assert all(each <= {"refused", "not checked"} for each in found.values())
+    functions = Forces()
+    functions.net = nn.Sequential(Scaled(norm, 4), nn.Tanh(), nn.Linear(4, 1))
+    assert all(each <= {"refused", "not checked"} for each in verdicts(functions, E.BatchGrad(), E.KFAC()).values())
+
+
 # ---- between model and loss -------------------------------------------------------------------------------
 @pytest.mark.parametrize("kinds", [(E.BatchGrad,), (E.DiagGGNExact, E.DiagHessian)], ids=["first", "second"])
 def test_forces_in_a_training_step(kinds: tuple[Any, ...]) -> None:
