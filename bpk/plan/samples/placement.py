@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
+from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.families.normalization import Normalization
 from bpk.plan.samples.attribution import attribute
 from bpk.plan.samples.findings import AllSamplesInside, NotInFront
 from bpk.plan.samples.forms import Form, confirms, form_of, recall, remember
@@ -130,6 +132,9 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
                 raise mixed(f"one row of '{stop}' has entries of several samples") from None
             found.leave(stop.records)
         except UnsupportedLayer as error:
+            if functions := [record for record in found.above if needs_batch_in_front(record)]:
+                found.leave(functions)
+                continue
             if refuses or any(r.batch_size != root.batch_size for r in found.above if uses_parameters(r, sources)):
                 raise
             warn(f"{error} First-order quantities are those of the chain rule.")
@@ -145,6 +150,16 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
         proof = prove(root, found.above, sources, found.n, found.rows)
     axes = tuple([record.shifted for record in records])
     return Form((), axes, found.n, tuple([found.rows.get(record) for record in records]), proof is not None)
+
+
+def needs_batch_in_front(record: Record) -> bool:
+    """Whether a call is that of a normalising function, such as `F.batch_norm`, whose rule sees samples in front.
+
+    To autograd, it is the same where they are.
+    """
+    if not record.params or not isinstance(record.module, Plain) or not isinstance(record.rule, Normalization):
+        return False
+    return record.rule.acts_on(record.call()) is None
 
 
 def uses_parameters(record: Record, sources: Sources) -> bool:
