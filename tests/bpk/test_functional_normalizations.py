@@ -52,6 +52,11 @@ CASES: dict[str, tuple[Function, tuple[int, ...], tuple[int, ...]]] = {
         (3, 2, 2),
         (2,),
     ),
+    "samples last": (
+        lambda x, w, b: F.batch_norm(x.permute(1, 2, 0), MEAN.to(w), VAR.to(w), w, b, False).permute(2, 0, 1),
+        (3, 4, 2),
+        (2,),
+    ),
     "scaled": (lambda x, w, b: F.layer_norm(x, (3,), 1 + w, b), (3, 2, 3), (3,)),
     "of one parameter": (lambda x, w, b: F.layer_norm(x, (3,), w, w) + b, (3, 2, 3), (3,)),
     "twice": (lambda x, w, b: F.layer_norm(F.layer_norm(x, (3,), w, b).sin(), (3,), w, b), (3, 2, 3), (3,)),
@@ -66,9 +71,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     make = normalizations.stand_in
 
-    def spy(layer: type[nn.Module], function: str) -> nn.Module:
-        found.append(function)
-        return make(layer, function)
+    def spy(name: str) -> nn.Module:
+        found.append(name)
+        return make(name)
 
     monkeypatch.setattr(normalizations, "stand_in", spy)
     return found
@@ -184,6 +189,31 @@ def test_equal_features() -> None:
     """Variances of zero: what was added is all that there is."""
     out = F.layer_norm(torch.ones(3, 4), (4,), torch.ones(4, requires_grad=True), None, 1e-3)
     assert normalizations.eps_of(torch.ones(3, 4), out.grad_fn._saved_result2) == pytest.approx(1e-3, rel=1e-6)  # type: ignore[union-attr]
+
+
+def test_a_sample_that_is_not_finite() -> None:
+    """It is one sample's affair: what was added to variances is found from others."""
+    x, (_, model) = rand(4, 3), of_layer((4, 3))
+    x[2, 0] = torch.nan
+    with bpk.backpack(E.BatchGrad(), E.BatchDiagGGNExact()):
+        bpk.extend(nn.CrossEntropyLoss())(bpk.extend(model)(x), torch.arange(4) % 3).backward()
+    for p in (model[0].weight, model[1].weight):
+        for field in (p.grad_batch, p.diag_ggn_exact_batch):
+            assert field.isnan().flatten(1).any(1).tolist() == [False, False, True, False]
+
+
+def test_the_statistics_are_read(served: list[str]) -> None:
+    """Of a function that hands them out: autograd serves it."""
+
+    def function(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        out, mean, rstd = torch.native_group_norm(x, w, b, *x.shape, 2, 1e-5)
+        return (mean * rstd).repeat(1, 4).view_as(x) + out
+
+    torch.manual_seed(0)
+    model = Normalises(function, (3, 4, 2), (4,)).double()
+    found = bpk.verify(model, nn.CrossEntropyLoss(), rand(3, 4, 2), torch.arange(3), E.BatchGrad(), E.KFAC())
+    verdicts = {(row.quantity, row.verdict.value) for row in found.rows}
+    assert verdicts == {("BatchGrad", "ok"), ("KFAC", "refused")} and not served
 
 
 def test_statistics_of_the_batch_are_left_to_autograd(served: list[str]) -> None:

@@ -21,7 +21,7 @@ from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ownership import can_be_written_down, give
+from bpk.recording.graph.ownership import LEFT, can_be_written_down, give
 from bpk.recording.graph.parameter_operands import is_of_parameters, parameter_at
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
@@ -64,10 +64,12 @@ LAYERS: dict[str, tuple[type[nn.Module], str]] = {
 
 
 @cache
-def stand_in(layer: type[nn.Module], function: str) -> nn.Module:
+def stand_in(name: str) -> nn.Module:
     """What stands for the layer: one for all calls, because what is known of a graph's form is found by its modules."""
+    layer, function = LAYERS[name]
+    kind: type[nn.Module]
     kind = type(f"{layer.__name__}Function", (layer, Plain), {"__doc__": f"Stands for a call of `{function}`."})
-    module: nn.Module = kind.__new__(kind)
+    module = kind.__new__(kind)
     nn.Module.__init__(module)
     module.__dict__["_bpk_path"] = function
     return module
@@ -85,6 +87,9 @@ def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callab
     """
     node = edge[0]
     if node is None or (kind := function_name(node)) not in LAYERS or not can_be_written_down(node, "input", again):
+        return None
+    if edge[1]:  # its statistics are used: nobody shall write it down
+        engine.belongings(node)[LEFT] = True
         return None
     given, *others = node.next_functions
     params: dict[str, Tensor] = {}
@@ -105,7 +110,7 @@ def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callab
     options = options_of(node, kind, x)
     if options is None:
         return None
-    module, out = stand_in(*LAYERS[kind]), engine.like_output(node)  # no rule reads it
+    module, out = stand_in(kind), engine.like_output(node)  # no rule reads it
     binding = Binding(options, (x,))
     record = Record(module, REGISTRY.find(module), binding, (x,), (given,), {0: out}, {0: 0}, params=params)
     give(node, record)
@@ -127,10 +132,11 @@ def options_of(node: Node, kind: str, x: Tensor) -> Options | None:
 def eps_of(x: Tensor, rstd: Tensor) -> float:
     """What was added to variances, of which `rstd = 1 / sqrt(var + eps)` is known for each group of `x`, in order.
 
-    The smallest variance tells best: beside the others, the rounding in it is small.
+    The smallest variance tells best: beside the others, the rounding in it is small. A group that is not finite tells
+    nothing.
     """
     with torch.no_grad():
         rows, known = x.reshape(rstd.numel(), -1), rstd.flatten()
-        least = known.argmax()
+        least = known.nan_to_num(0.0).argmax()
         group, known = rows[least].to("cpu", torch.float64), known[least].to("cpu", torch.float64)
         return max(float(known**-2 - group.var(correction=0)), 0.0)
