@@ -75,6 +75,10 @@ class Curvature(Autodiff):
     def no_root(self, call: Call) -> str | None:
         """Why this Hessian has no square root, so that there are no quantities of the GGN, or `None`."""
 
+    def bends_down(self, call: Call) -> bool:
+        """Whether a term is concave in the prediction, as with a negative weight. Default: none is."""
+        return False
+
     # ---- what follows -----------------------------------------------------------------------------
     def hessian_columns(self, call: Call) -> tuple[Tensor, Tensor]:
         """Columns `[K, N, *pred]` and signs `[K, N]` with `H_n = sum_k sign_kn u_kn u_kn^T`."""

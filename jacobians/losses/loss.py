@@ -94,7 +94,7 @@ class Loss(Curvature):
     def no_root(self, call: Call) -> str | None:
         """Why this Hessian has no square root, so that there are no quantities of the GGN, or `None`."""
         if self.live(call) == (0,):
-            return None
+            return NOT_CONVEX if self.bends_down(call) else None
         joint = self.joint(call, self.live(call))
         return joint.rule.no_root(joint.call)
 

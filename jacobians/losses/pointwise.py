@@ -98,6 +98,9 @@ class PointwiseLoss(Loss):
         found = derived.compiled[2](x, *symbols) * weight
         return torch.broadcast_tensors(found, x, call.inputs[1], *symbols)[0]  # broadcast_shapes imports sympy
 
+    def bends_down(self, call: Call) -> bool:
+        return bool((self.hessian_diag(call) < 0).any())
+
     def positions(self, prediction: Tensor) -> tuple[int, ...]:
         return before_features(prediction)
 

@@ -86,13 +86,30 @@ class SoftmaxCrossEntropy(Loss):
             return next(self.sqrt_hessian_parts(call, x.shape[1:].numel()))
         return self._position_columns(call).reshape(x.shape[1], *x.shape).to(x.dtype)
 
+    def bends_down(self, call: Call) -> bool:
+        """Weights are those of classes, or of a policy gradient: probabilities of targets, times an advantage."""
+        if call.options.weight is None and call.inputs[1].shape != call.inputs[0].shape:
+            return False
+        return bool((self._softmax(call)[1] < 0).any())
+
+    def hessian_columns(self, call: Call) -> tuple[Tensor, Tensor]:
+        if not self.bends_down(call):
+            return super().hessian_columns(call)
+        x, weight = call.inputs[0], self._softmax(call)[1]
+        columns = torch.cat(list(self._dense_parts(call, x.shape[1:].numel(), weight.abs())))
+        return columns, weight.sign().T.repeat(x.shape[1], 1).to(x.dtype)
+
     def sqrt_hessian_parts(self, call: Call, columns: int) -> Iterator[Tensor]:
-        x = call.inputs[0]
-        if x.dim() == 2:
+        if call.inputs[0].dim() == 2:
             whole = self.sqrt_hessian(call)
             yield from whole.split(columns) if columns < len(whole) else (whole,)
             return
-        of_position = self._position_columns(call)  # [C, N, C, P]
+        yield from self._dense_parts(call, columns)
+
+    def _dense_parts(self, call: Call, columns: int, weight: Tensor | None = None) -> Iterator[Tensor]:
+        """Columns of one position each, so many at a time (of other weights than the call's)."""
+        x = call.inputs[0]
+        of_position = self._position_columns(call, weight)  # [C, N, C, P]
         positions = of_position.shape[3]
         for numbers in torch.arange(x.shape[1:].numel(), device=x.device).split(columns):
             c, p = numbers // positions, numbers % positions
@@ -143,9 +160,10 @@ class SoftmaxCrossEntropy(Loss):
         size = x.shape[1:].numel()
         return blocks.permute(1, 2, 0).diag_embed().transpose(1, 2).reshape(size, size).to(x.dtype)
 
-    def _position_columns(self, call: Call) -> Tensor:
-        """`[C, N, C, P]`: column `c` at every position."""
-        log_p, weight = self._softmax(call)
+    def _position_columns(self, call: Call, weight: Tensor | None = None) -> Tensor:
+        """`[C, N, C, P]`: column `c` at every position (of other weights `[N, P]` than the call's)."""
+        log_p, own = self._softmax(call)
+        weight = own if weight is None else weight
         root = (log_p / 2).exp() * safe_sqrt(weight)[:, None]  # exp(log_p / 2) has a derivative also where p is 0
         if not is_differentiated():
             columns = root.neg().transpose(0, 1)[:, :, None] * log_p.exp()

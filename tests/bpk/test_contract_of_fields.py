@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.helpers import FIELDS, FIRST_ORDER, SECOND_ORDER, backward, data, extended, mlp, saved, values
 from tests.references.reference import Reference
 
@@ -157,6 +158,24 @@ def test_negative_factor_has_a_hessian_but_no_square_root() -> None:
         torch.testing.assert_close(p.ggnmp(v).flatten(1), v.flatten(1) @ ref.ggn(name))
     with pytest.raises(ValueError, match="negative"), bpk.backpack(E.DiagGGNExact()):
         (-loss_fn(model(x), y)).backward()
+
+
+def test_negative_weights_have_a_hessian_but_no_square_root() -> None:
+    """Those of classes: where some terms count negatively, columns have signs, and no quantity of the GGN is NaN."""
+    weight = torch.tensor([1.0, -0.3, 0.5], dtype=torch.float64)
+    model, loss_fn = mlp(), nn.CrossEntropyLoss(weight=weight, reduction="sum")
+    x, y = data()
+    ref = Reference(model, (x,), lambda pred: loss_fn(pred, y))
+    model, loss_fn = extended(model, loss_fn)
+    with bpk.backpack(E.DiagHessian(), E.GGNMP()):
+        loss_fn(model(x), y).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.diag_h, ref.diag_h(name))
+        v = torch.randn(2, *p.shape, dtype=p.dtype)
+        torch.testing.assert_close(p.ggnmp(v).flatten(1), v.flatten(1) @ ref.ggn(name))
+    for extension in (E.DiagGGNExact(), E.DiagGGNMC(), E.SqrtGGNExact(), E.KFLR(), E.KFRA()):
+        with pytest.raises(UnsupportedLayer, match="not convex"), bpk.backpack(extension):
+            loss_fn(model(x), y).backward()
 
 
 def test_sum_of_two_losses() -> None:

@@ -315,6 +315,21 @@ def test_negative_curvature_has_signs_and_no_root() -> None:
     call = call_of(module, x, target)
     torch.testing.assert_close(assemble(*BCE.hessian_columns(call)), reference(module, x, target))
     assert BCE.sqrt_hessian(call)[0, :, 0].isnan().all() and BCE.sqrt_hessian(call)[1].isfinite().all()
+    assert "not convex" in (BCE.no_root(call) or "")
+    assert BCE.no_root(call_of(nn.BCEWithLogitsLoss(), x, target)) is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (4, 3, 2, 2)])
+def test_advantages_in_targets_of_cross_entropy(shape: tuple[int, ...], reduction: str) -> None:
+    """A policy gradient: the probabilities of targets times an advantage, which may be negative."""
+    torch.manual_seed(0)
+    x, advantage = torch.randn(shape, dtype=torch.float64), torch.randn(4, 1, *shape[2:], dtype=torch.float64)
+    module, target = nn.CrossEntropyLoss(reduction=reduction), torch.randn_like(x).softmax(1) * advantage
+    call, expected = call_of(module, x, target), reference(module, x, target)
+    torch.testing.assert_close(assemble(*CE.hessian_columns(call)), expected)
+    assert "not convex" in (CE.no_root(call) or "") and CE.no_root(call_of(module, x, target.abs())) is None
+    check(CE, module, x, target.abs())
 
 
 @pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), nn.SoftMarginLoss(), nn.PoissonNLLLoss()], ids=str)
