@@ -134,6 +134,13 @@ def test_the_objective_may_be_a_sum() -> None:
     torch.testing.assert_close(len(x) * found[0], found[1])
 
 
+def test_an_infinite_norm_clips_nothing() -> None:
+    model, loss_fn = extended()
+    backward(model, loss_fn, *data(), E.ClippedGrad(float("inf")))
+    for p in model.parameters():
+        torch.testing.assert_close(p.clipped_grad, p.grad)
+
+
 def test_weights_that_are_given() -> None:
     model, loss_fn = extended()
     x, y = data()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 
+import torch
 from torch import Tensor
 
 from bpk.extensions.firstorder.weighted_grad import WeightedGrad
@@ -49,6 +51,8 @@ class ClippedGrad(WeightedGrad):
 
     def clip(self, norms: Tensor) -> Tensor:
         """`min(1, max_norm / norm)`."""
+        if math.isinf(self.max_norm):
+            return torch.ones_like(norms)
         return self.max_norm / norms.clamp(min=self.max_norm)
 
 
