@@ -67,6 +67,8 @@ class CTC(AutodiffLoss):
         padded = target.to(log_p.device).long()
         if target.dim() == 1:
             padded = nn.utils.rnn.pad_sequence(list(padded.split(outs.tolist())), batch_first=True)
+        behind = torch.arange(padded.shape[1], device=log_p.device) >= outs[:, None]  # may hold any number, such as -1
+        padded = padded.masked_fill(behind, 0)
         return Binding(module, (log_p, padded, ins, outs), axes=(1, 0, 0, 0))
 
     def divides_by(self, call: Call) -> int | None:

@@ -295,6 +295,20 @@ def test_connectionist_temporal_classification() -> None:
         loss(model(x), target, *lengths).backward()
 
 
+@pytest.mark.parametrize("filler", [-1, 100])
+def test_what_pads_sequences_of_labels_may_be_any_number(filler: int) -> None:
+    """`CTCLoss` does not look at what is behind the length of a target."""
+    torch.manual_seed(0)
+    model, loss = bpk.extend(Recogniser().double()), bpk.extend(nn.CTCLoss())
+    x, lengths = torch.randn(2, 6, 3, dtype=torch.float64), (torch.tensor([6, 5]), torch.tensor([3, 1]))
+    found = []
+    for target in (torch.tensor([[1, 2, 3], [2, 0, 0]]), torch.tensor([[1, 2, 3], [2, filler, filler]])):
+        with bpk.backpack(E.DiagHessian()):
+            loss(model(x), target, *lengths).backward()
+        found.append([p.diag_h for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
 def test_a_loss_that_learns_weights_of_losses_inside() -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
