@@ -70,6 +70,7 @@ class SoftmaxCrossEntropy(Loss):
     At every position `H = a (diag(p) - p p^T)` with `p = softmax(logits)`. The weight `a = sum_c w_c t_c / divisor`
     has class weights `w` and the (smoothed) target distribution `t`, and is 0 where the target is ignored. The mean
     divides by the summed weights of the targets that count, or by the number of positions for probability targets.
+    Where all targets are ignored, the mean is NaN, and its derivatives are zero (those of torch, too).
 
     The columns are `sqrt(a p_c) (e_c - p)`. With extra axes there is one set per position, `K = C prod(d)`,
     ordered like the entries of a prediction, each zero at all other positions.
@@ -183,7 +184,7 @@ class SoftmaxCrossEntropy(Loss):
         smoothing = call.options.label_smoothing
         if class_weight is None and target.shape != logits.shape:  # whatever the smoothed target is, it sums to one
             weight = (target.long() != call.options.ignore_index).to(log_p.dtype).reshape(n, positions)
-            return log_p, weight / weight.sum() if call.options.reduction == "mean" else weight
+            return log_p, weight / weight.sum().clamp(min=1) if call.options.reduction == "mean" else weight
         w = log_p.new_ones(classes) if class_weight is None else class_weight.to(log_p)
         if target.shape == logits.shape:  # a distribution over classes at every position
             t = target.to(log_p.dtype).reshape(log_p.shape)
@@ -193,5 +194,5 @@ class SoftmaxCrossEntropy(Loss):
             counts = (target.long() != call.options.ignore_index).reshape(n, positions)
             of_target = counted(call, w).reshape(n, positions)
             weight = (1 - smoothing) * of_target + smoothing * w.mean() * counts
-            total = of_target.sum()
+            total = torch.where(counts.any(), of_target.sum(), 1.0)
         return log_p, weight / total if call.options.reduction == "mean" else weight
