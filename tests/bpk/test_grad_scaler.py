@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +107,20 @@ def test_half_precision_does_not_overflow(make: Callable[[], BackpropExtension])
     for one, other in zip(exact, half, strict=True):
         assert other.isfinite().all()
         assert (other.double() - one).norm() <= tolerance * one.norm()
+
+
+def test_products_go_with_the_model_as_others_do() -> None:
+    """They are in files as what is lost, and end with the model, whatever the scale of the loss was."""
+    model, loss_fn, scaler = bpk.extend(Network()), bpk.extend(nn.MSELoss()), GradScaler("cpu", init_scale=SCALE)
+    with bpk.backpack(E.HMP(), grad_scaler=scaler):
+        scaler.scale(loss_fn(model(torch.randn(3, 1, 6, 6)), torch.randn(3, 4))).backward()
+    again = pickle.loads(pickle.dumps(model))
+    with pytest.raises(RuntimeError, match="came out of a file"):
+        again.shift.hmp(torch.ones(4))
+    kept = weakref.ref(model.shift)
+    del model
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_scale_would_overflow_in_half_precision() -> None:

@@ -24,7 +24,10 @@ from bpk.sweeps.products.tape import Frame, Tape
 
 
 class BlockProduct:
-    """Multiply with the diagonal block of one parameter: one vector `[*p]`, or several, `[V, *p]`."""
+    """Multiply with the diagonal block of one parameter: one vector `[*p]`, or several, `[V, *p]`.
+
+    It is that of the loss before it was multiplied with a scale.
+    """
 
     def __init__(self, uses: Uses, curvature: Curvature) -> None:
         self.tape: Tape = uses.uses[-1].arrived[0]  # which lives as long as one of its products
@@ -32,6 +35,7 @@ class BlockProduct:
         self.frames: list[Frame] = self.tape.frames[: max(use.arrived[1] for use in uses.uses)]
         self.param = uses.param
         self.curvature = curvature
+        self.scale = uses.loss_scale
         self.differentiable = torch.is_grad_enabled()
         for frame in self.frames if curvature is not Curvature.GGN else ():
             if frame.stretch is not None and frame.stretch.refusal is not None:
@@ -79,7 +83,8 @@ class BlockProduct:
         if not mat.numel():  # no vectors: rules expect one at least
             return torch.zeros_like(mat)
         with CTX.quietly(), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
-            return self.multiply(mat) if several else self.multiply(mat[None])[0]
+            found = self.multiply(mat) if several else self.multiply(mat[None])[0]
+            return found if self.scale == 1 else found / self.scale
 
     def multiply(self, mat: Tensor) -> Tensor:
         """Tangents forward, adjoints backward."""
