@@ -113,7 +113,8 @@ def instance_norm(
 def euclidean(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """The length of vectors along some axes (all by default), with the derivative 0 at 0."""
     axes = [*range(x.dim())] if dim is None else dim
-    return safe_sqrt(x.square().sum(axes, keepdim))
+    squares = x.real.square() + x.imag.square() if x.is_complex() else x.square()
+    return safe_sqrt(squares.sum(axes, keepdim))
 
 
 def norm(

@@ -61,8 +61,10 @@ def test_functions(function: Callable[..., Tensor]) -> None:
         lambda x: torch.linalg.norm(x, dim=1),
         lambda x: torch.linalg.vector_norm(x, dim=1, keepdim=True),
         lambda x: F.normalize(x, dim=1),
+        lambda x: torch.fft.rfft(x).norm(dim=1),
+        lambda x: F.normalize(torch.fft.rfft(x), dim=1).abs(),
     ],
-    ids=["Tensor.norm", "torch.norm", "linalg.norm", "vector_norm", "normalize"],
+    ids=["Tensor.norm", "torch.norm", "linalg.norm", "vector_norm", "normalize", "complex", "normalize complex"],
 )
 def test_norms(function: Callable[[Tensor], Tensor]) -> None:
     """Torch's own derivative of the second derivative of a norm ends in an error, where that is taken forward."""
