@@ -59,14 +59,21 @@ def slogdet(A: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.linalg.slogdet`."""
     if A.shape[-1] <= 3:
         found = det(A)
-        return found.sgn().detach(), found.abs().log()
+        return phase(found), found.abs().log()
     pivots, sign = of_factors(A)
-    return sign * pivots.detach().sgn().prod(-1), pivots.abs().log().sum(-1)
+    return sign * product(phase(pivots), -1), pivots.abs().log().sum(-1)
+
+
+def phase(x: Tensor) -> Tensor:
+    """`x / |x|`, which has a derivative where numbers are complex."""
+    return x.sgn() if x.is_complex() else x.sgn().detach()
 
 
 def logdet(A: Tensor) -> Tensor:
     """`torch.logdet`."""
     sign, found = slogdet(A)
+    if sign.is_complex():
+        return sign.log() + found
     return torch.where(sign < 0, torch.nan, found)
 
 

@@ -74,6 +74,11 @@ def coefficients(function: Function, x: Tensor, v: Tensor) -> list[Tensor]:
     return [torch.stack(c).reshape(out.shape) for c in zip(*found, strict=True)]
 
 
+def turned(x: Tensor) -> Tensor:
+    """Complex numbers."""
+    return torch.complex(x, x.sin())
+
+
 FOUR, SMALL = torch.Size((2, 4, 4)), torch.Size((2, 3, 3))
 PAIRS: dict[str, tuple[Function, Function, torch.Size]] = {
     "det": (torch.linalg.det, by_permutations, FOUR),
@@ -86,6 +91,17 @@ PAIRS: dict[str, tuple[Function, Function, torch.Size]] = {
         lambda x: by_permutations(x).sgn() * by_permutations(x).abs().log(),
         SMALL,
     ),
+    "phase": (
+        lambda x: torch.linalg.slogdet(turned(x))[0].imag,
+        lambda x: by_permutations(turned(x)).imag / by_permutations(turned(x)).abs(),
+        FOUR,
+    ),
+    "phase of three rows": (
+        lambda x: torch.slogdet(turned(x))[0].real,
+        lambda x: by_permutations(turned(x)).real / by_permutations(turned(x)).abs(),
+        SMALL,
+    ),
+    "complex logdet": (lambda x: torch.logdet(turned(x)).imag, lambda x: by_permutations(turned(x)).log().imag, FOUR),
     "logdet": (lambda x: torch.logdet(x @ x.mT), lambda x: by_permutations(x @ x.mT).log(), FOUR),
     "solve": (lambda x: torch.linalg.solve(x, x @ x), lambda x: x + 0, FOUR),
     "solve a vector": (
