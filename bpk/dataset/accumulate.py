@@ -106,7 +106,8 @@ def accumulate(
     context = Watched(*quantities, asks=divisor is None, chunk_size=chunk_size, memory=memory)
     runner = (ShardedRunner if sharded else Runner)(model, loss_fn, context, step, device, autocast, divisor)
     fields = (*sums, *rows, Total.field)
-    with others(timeout) as processes, set_aside(dict(model.named_parameters()), fields), extended(model, loss_fn):
+    params = (*model.parameters(), *loss_fn.parameters())
+    with others(timeout) as processes, set_aside(params, fields), extended(model, loss_fn):
         totals, sink = Totals(sums), sink_for(rows, own_folder(per_sample, processes, result), callback)
         known = {}
         if checkpoint is not None or processes is not None:

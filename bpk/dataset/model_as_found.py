@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from bpk.extending import detach, extend
+from bpk.recording.changed import is_changed, stamp
 from bpk.recording.context.state import CTX
 from bpk.recording.membership import parts_of
 
@@ -28,10 +30,10 @@ def extended(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def set_aside(params: Mapping[str, Tensor], fields: Iterable[str]) -> Iterator[None]:
+def set_aside(params: Iterable[Tensor], fields: Iterable[str]) -> Iterator[None]:
     """Put gradients and fields of parameters aside, and back in the end."""
     with ExitStack() as stack:
-        for param in params.values():
+        for param in params:
             stack.callback(put_back, param, param.grad, {f: vars(param)[f] for f in fields if f in vars(param)}, fields)
             param.grad = None
             for name in fields:

@@ -388,3 +388,22 @@ def test_sequences_of_labels(reduction: str) -> None:
     each = [torch.autograd.grad(step(model, loss_fn, [n]) / scale, model.weight)[0] for n in range(6)]
     torch.testing.assert_close(found["weight"]["grad"], expected)
     torch.testing.assert_close(found["weight"]["sum_grad_squared"], torch.stack(each).square().sum(0))
+
+
+class Tempered(nn.Module):
+    """A loss that holds a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.loss = nn.Parameter(torch.tensor(0.5).double()), nn.CrossEntropyLoss()
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.loss(z * self.temperature.exp(), y)
+        return loss
+
+
+def test_parameters_of_a_loss_are_left_as_they_were() -> None:
+    model, x, y = few()
+    loss_fn = Tempered()
+    bpk.accumulate(model, loss_fn, split(x, y, 2, 5), E.DiagGGNExact())
+    assert loss_fn.temperature.grad is None and not vars(loss_fn.temperature)
