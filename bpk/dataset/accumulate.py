@@ -60,8 +60,8 @@ def accumulate(
     `G` and `A` each by itself. Memory does not grow with the number of batches, unless rows are kept in it.
 
     Args:
-        model: Stays in its mode, and keeps its gradients and fields. It is extended for the time being if it is not. Of
-            one that `fully_shard` shards over all processes, sums are `DTensor`s, placed as parameters are.
+        model: Stays in its mode, and keeps its gradients, fields and buffers. It is extended for the time being if it
+            is not. Of one that `fully_shard` shards over all processes, sums are `DTensor`s, placed as parameters are.
         loss_fn: The loss, a module.
         loader: Gives the batches: a `DataLoader`, or anything to iterate over.
         *extensions: Instances, such as `KFAC()`; without any, the result has the gradient alone.

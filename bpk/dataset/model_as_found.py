@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bpk.extending import detach, extend
 from bpk.recording.changed import is_changed, stamp
@@ -47,3 +48,29 @@ def put_back(param: Tensor, grad: Tensor | None, values: Mapping[str, object], f
     for name in fields:
         vars(param).pop(name, None)
     vars(param).update(values)
+
+
+class Buffers:
+    """The buffers of modules, as they were found.
+
+    Each batch starts from these, so that batches add up to a large one where forward passes change them (spectral
+    normalisation in training mode), and a run that goes on gets the same bits.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.known = [
+            (part, name, x, x.clone(), stamp(x))
+            for part in (part for whole in modules for part in whole.modules())
+            for name, x in part.named_buffers(recurse=False)
+            if not is_lazy(x)
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let buffers that were changed or replaced be the ones before."""
+        for number, (part, name, x, before, known) in enumerate(self.known):
+            if is_changed(x, known) or name.startswith("running_"):  # which batch norm writes uncounted
+                x.copy_(before)
+                self.known[number] = part, name, x, before, stamp(x)
+            if getattr(part, name, None) is not x:
+                setattr(part, name, x)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.dataset.batches import StepOf, loss_of_pair, moved, note, require_pair
+from bpk.dataset.model_as_found import Buffers
 from bpk.dataset.totals import GRADIENT
 from bpk.dataset.watched import Seen, Watched
 from bpk.distributed.processes import Elsewhere
@@ -50,6 +51,7 @@ class Runner:
         divisor: DivisorOf | str | None,
     ) -> None:
         self.model, self.loss_fn, self.context = model, loss_fn, context
+        self.buffers = Buffers(model, loss_fn)
         self.step = loss_of_pair if step is None else step
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
@@ -80,6 +82,8 @@ class Runner:
         except Exception as error:
             note(error, number)
             raise
+        finally:
+            self.buffers.put_back()
 
     def look(self, number: int, batch: Any) -> None:
         """Refuse a batch of which no loss can be computed."""

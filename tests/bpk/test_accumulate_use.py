@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import bpk
 from bpk import extensions as E
 from bpk.dataset.progress import Progress
+from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.bpk.test_accumulate import assert_same, split, whole
 from tests.helpers import mlp
 
@@ -407,3 +408,22 @@ def test_parameters_of_a_loss_are_left_as_they_were() -> None:
     loss_fn = Tempered()
     bpk.accumulate(model, loss_fn, split(x, y, 2, 5), E.DiagGGNExact())
     assert loss_fn.temperature.grad is None and not vars(loss_fn.temperature)
+
+
+def test_each_batch_finds_buffers_as_the_first_one_does() -> None:
+    """Spectral normalisation in training mode takes one more step of its power iteration in each forward pass."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3).double())
+    _, x, y = few()
+    before = {name: b.clone() for name, b in layer.named_buffers()}
+    found = bpk.accumulate(layer, nn.CrossEntropyLoss(), split(x, y, 2, 4, 1), E.DiagGGNExact())
+    assert_same(found, bpk.accumulate(layer, nn.CrossEntropyLoss(), [(x, y)], E.DiagGGNExact()))
+    assert all(torch.equal(b, before[name]) for name, b in layer.named_buffers())
+
+
+def test_a_model_that_is_refused_keeps_its_buffers() -> None:
+    model, (_, x, y) = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), few()
+    with pytest.raises(UnsupportedLayer, match="mixes the samples"):
+        bpk.accumulate(model, nn.CrossEntropyLoss(), [(x, y)])
+    buffers = dict(model.named_buffers())
+    assert not buffers["1.running_mean"].any() and not buffers["1.num_batches_tracked"]
