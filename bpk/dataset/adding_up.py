@@ -13,6 +13,7 @@ def add_up(batches: Batches, keeper: Keeper, show: bool | None) -> None:
     skip_passed(batches, keeper)
     progress = Progress(batches.announced, totals.batches, show)
     for number, batch in batches:
+        keeper.look(batch)
         one = keeper.runner.run(number, batch)
         if sink.rules:
             sink.add(number, one.fields, one.size)
@@ -28,5 +29,7 @@ def add_up(batches: Batches, keeper: Keeper, show: bool | None) -> None:
 def skip_passed(batches: Batches, keeper: Keeper) -> None:
     """Take the batches that an earlier run has passed, and the random numbers after them."""
     if keeper.now is not None and keeper.totals.batches:
+        count, known = keeper.last
+        keeper.require_same_batch(batches.number(count - 1), known, batches.skip(count))
         batches.skip(keeper.totals.batches)
         keeper.randomness.set(keeper.now)

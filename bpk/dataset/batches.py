@@ -57,12 +57,14 @@ class Batches:
         self.announced, self.count, self.form = length_of(loader), 0, ""
         self.batches = iter(loader)
 
-    def skip(self, count: int) -> None:
-        """Take so many batches for which nothing is to be done."""
-        while self.count < count and self.following() is not None:
-            pass
-        if self.count < count:
-            raise ValueError(self.ended(f"the checkpoint was written after {count}."))
+    def skip(self, count: int) -> Any:
+        """Take batches for which nothing is to be done until there were so many; returns the last one."""
+        last: tuple[Any] | None = None
+        while self.count < count:
+            last = self.following()
+            if last is None:
+                raise ValueError(self.ended(f"the checkpoint was written after {count}."))
+        return None if last is None else last[0]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         while (batch := self.following()) is not None:

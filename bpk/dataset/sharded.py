@@ -108,6 +108,8 @@ def add_up_in_rounds(batches: Batches, keeper: Keeper, runner: ShardedRunner, sh
         skip_passed(batches, keeper)
         progress = Progress(batches.announced, totals.batches, show)
         for number, batch, counts in rounds(batches, runner):
+            if counts:
+                keeper.look(batch)
             one = runner.run_one(number, batch, counts)
             if counts:
                 if sink.rules:

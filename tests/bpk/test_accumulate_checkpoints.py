@@ -175,6 +175,31 @@ def test_checkpoints_of_other_runs_are_refused_by_name(tmp_path: Path) -> None:
     assert go(path, model, iter(batches)).batches == 7
 
 
+def test_checkpoints_of_other_batches_are_refused(tmp_path: Path) -> None:
+    """As many batches, cut in other places or in another order: samples would be missing, or count twice."""
+    path = tmp_path / "run"
+    model, batches = interrupted(path)
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    for other in (list(zip(x.split([2] * 6 + [1]), y.split([2] * 6 + [1]), strict=True)), batches[1:] + batches[:1]):
+        with pytest.raises(ValueError, match=rf"'{path}' belongs to another run: batch 3 of the loader differs"):
+            go(path, model, iter(other))
+    assert go(path, model, iter(batches)).samples == len(x)
+
+
+def change(model: nn.Module, loss_fn: nn.Module, batch: list[Tensor]) -> Tensor:
+    """A step that writes into its batch."""
+    x, y = batch
+    loss: Tensor = loss_fn(model(x.mul_(2)), y)
+    return loss
+
+
+def test_batches_are_known_as_the_loader_gives_them(tmp_path: Path) -> None:
+    model, batches = problem()
+    with pytest.raises(Stopped):
+        go(tmp_path / "run", model, stopping([(x.clone(), y) for x, y in batches], 5), step=change)
+    assert go(tmp_path / "run", model, iter(batches), step=change).batches == 7
+
+
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     model, batches = interrupted(path)
