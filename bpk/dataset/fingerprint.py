@@ -8,7 +8,8 @@ import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from types import FunctionType
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -46,25 +47,45 @@ def described(module: nn.Module) -> str:
     return f"{type(module).__name__}({module.extra_repr()}; {settings(module)})"
 
 
-PLAIN = (int, float, str, bool, tuple, Enum, type(None))
+PLAIN = (int, float, str, bool, tuple, Enum, torch.dtype, type(None))
 """Types whose values another process writes in the same way."""
 
 
 def settings(thing: object) -> str:
-    """Plain attributes, functions, and checksums of lists of tensors."""
+    """Plain attributes, functions with what they hold, and checksums of lists of tensors."""
     given = {k: v for k, v in vars(thing).items() if not k.startswith("_")}
-    shown = {k: repr(v) for k, v in given.items() if isinstance(v, PLAIN)}
-    shown |= {k: code_of(v) for k, v in given.items() if isinstance(v, FunctionType)}
-    shown |= {k: digest(v) for k, v in given.items() if isinstance(v, list)}
+    shown = {k: known for k, v in given.items() if (known := in_words(v))}
     return ", ".join(f"{name}={value}" for name, value in sorted(shown.items()))
+
+
+def in_words(value: object) -> str:
+    """A value, where another process writes the same one in the same way."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, FunctionType):
+        return code_of(value)
+    if isinstance(value, (BuiltinFunctionType, type)):
+        return value.__qualname__
+    if isinstance(value, partial):
+        return f"{in_words(value.func)} of {', '.join(map(in_words, value.args))} and {in_words(value.keywords)}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key!r}: {known}" for key, x in value.items() if (known := in_words(x)))
+    return digest(value) if isinstance(value, list) else ""
 
 
 def code_of(function: FunctionType) -> str:
     """A function's name, and a checksum of its code with the plain values that it holds."""
-    code, cells = function.__code__, inspect.getclosurevars(function).nonlocals.values()
-    held = [v for v in (*code.co_consts, *cells, *(function.__defaults__ or ())) if isinstance(v, PLAIN)]
-    digest = hashlib.sha256(repr((code.co_code, code.co_names, held)).encode())
+    found = inspect.getclosurevars(function)
+    held = {k: v for k, v in sorted({**found.globals, **found.nonlocals}.items()) if isinstance(v, PLAIN)}
+    held |= {"": (*map(in_words, function.__defaults__ or ()), in_words(function.__kwdefaults__ or {}))}
+    digest = hashlib.sha256(repr((contents(function.__code__), held)).encode())
     return f"{function.__qualname__} {digest.hexdigest()[:16]}"
+
+
+def contents(code: CodeType) -> list[Any]:
+    """What a function does, and with which numbers; those of functions inside of it, too."""
+    held = [contents(x) if isinstance(x, CodeType) else x for x in code.co_consts]
+    return [code.co_code, code.co_names, [x for x in held if isinstance(x, (*PLAIN, list))]]
 
 
 def checksum(x: Tensor) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,47 @@ def test_a_checkpoint_knows_the_function_of_norms(tmp_path: Path) -> None:
     for another in (softened(0.2), lambda norms: 1 / (norms + 0.1), lambda norms: 2 / (norms + 0.1), torch.reciprocal):
         with pytest.raises(ValueError, match="weighted_grad"):
             run(another)
+
+
+BOUND = 1.0
+
+
+def kwargs_only(norms: Tensor, *, bound: float = 1.0) -> Tensor:
+    return (bound / norms).clamp(max=1)
+
+
+def one_that_holds(by: str, value: float, monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
+    """A function of norms, with a number in some place."""
+    if by == "a global name":
+        monkeypatch.setitem(globals(), "BOUND", value)
+        return lambda norms: (BOUND / norms).clamp(max=1)
+    if by == "a default":
+        monkeypatch.setattr(kwargs_only, "__kwdefaults__", {"bound": value})
+        return kwargs_only
+    if by == "a builtin function":
+        return torch.reciprocal if value == 1 else torch.rsqrt
+    return partial(kwargs_only, bound=value)
+
+
+@pytest.mark.parametrize("by", ["a global name", "a default", "a builtin function", "a partial function"])
+def test_a_checkpoint_knows_what_functions_hold(by: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, batches = mlp(), [(torch.randn(3, 4, dtype=torch.float64), torch.randint(3, (3,)))]
+
+    def run(value: float) -> bpk.Accumulated:
+        extension = E.WeightedGrad(one_that_holds(by, value, monkeypatch))
+        return bpk.accumulate(model, nn.CrossEntropyLoss(), batches, extension, checkpoint=tmp_path / "run")
+
+    assert_same(run(1.0), run(1.0))
+    with pytest.raises(ValueError, match="weighted_grad"):
+        run(2.0)
+
+
+def test_a_checkpoint_knows_the_settings_of_a_layer(tmp_path: Path) -> None:
+    model, batches = mlp(), [(torch.randn(3, 4, dtype=torch.float64), torch.randint(3, (3,)))]
+    for width in (1, 1, 2):
+        model.settings = {"window": width}  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=r"'window': 1.*'window': 2") if width == 2 else nullcontext():
+            bpk.accumulate(model, nn.CrossEntropyLoss(), batches, checkpoint=tmp_path / "run")
 
 
 def test_averages_over_the_batch_are_refused_unless_asked_for() -> None:
