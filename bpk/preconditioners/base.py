@@ -236,14 +236,14 @@ class Preconditioner(ABC):
         means = {name: list(m) for name, m in self.means.items()}
         orders = {name: order for name, p in self.params.items() if (order := self.orders.get(p)) is not None}
         looked_at = [name for name, p in self.params.items() if p in self.looked_at]
-        return {"steps": self.steps, "looks": self.looks, "means": means, "orders": orders, "looked_at": looked_at}
+        known = {"means": means, "shapes": {name: list(self.params[name].shape) for name in means}, "orders": orders}
+        return {"steps": self.steps, "looks": self.looks, **known, "looked_at": looked_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of the same model."""
         named = dict(self.model.named_parameters())
         require_fits(state, named, self.entries_of)
-        known = {name: named[name] for name in (*state["means"], *state["looked_at"]) if name in named}
-        self.params.update(known)  # a parameter that was frozen on the way is still known
+        self.params |= {n: named[n] for n in (*state["means"], *state["looked_at"]) if n in named}  # frozen ones, too
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}
         self.looked_at = {self.params[name] for name in state["looked_at"] if name in self.params}

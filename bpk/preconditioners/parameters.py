@@ -45,7 +45,12 @@ def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor], entries
                 "build the same model: its parameters need the same names.",
             )
         )
-    other = [name for name, means in state.get("means", {}).items() if entries_of(means) != params[name].numel()]
+    shapes = state.get("shapes", {})  # which earlier versions did not save
+    other = [
+        name
+        for name, means in state.get("means", {}).items()
+        if entries_of(means) != params[name].numel() or [*shapes.get(name, params[name].shape)] != [*params[name].shape]
+    ]
     if other:
         raise ValueError(
             explain(

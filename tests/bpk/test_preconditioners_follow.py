@@ -173,3 +173,17 @@ def test_states_of_other_layers_are_refused(name: str) -> None:
     make(Scaled(2)).load_state_dict(saved.state_dict())
     with pytest.raises(ValueError, match=r"(?s)other sizes.*have: layer.weight, layer.bias.*same shapes"):
         make(Scaled(4)).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "DiagonalGGN"])
+def test_states_of_layers_with_as_many_entries_are_refused(name: str) -> None:
+    """Factors of a layer from 4 to 3 units have been applied to gradients of one from 3 to 4."""
+    loss_fn, make = bpk.extend(nn.MSELoss()), getattr(bpk.preconditioners, name)
+    model = nn.Linear(4, 3, bias=False)
+    saved = make(model)
+    with saved:
+        loss_fn(model(torch.randn(5, 4)), torch.randn(5, 3)).backward()
+    saved.step()
+    make(nn.Linear(4, 3, bias=False)).load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"(?s)other sizes.*have: weight.*same shapes"):
+        make(nn.Linear(3, 4, bias=False)).load_state_dict(saved.state_dict())
