@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks import architectures, networks
+from benchmarks import architectures, attention, networks
 
 
 @dataclass
@@ -150,6 +150,11 @@ PROBLEMS = {
                 (*USUAL, "DiagHessian"), functions=True, tolerance=4e-2),
         Problem("transformer", "Transformer encoder (2 layers), T=32", architectures.Transformer, (32, 32), 10, 16,
                 USUAL, functions=True),
+        Problem("vit", "ViT (4 blocks), CIFAR-10 shapes, T=65", attention.ViT, (3, 32, 32), 10, 8,
+                (*USUAL, "BatchDiagGGNExact"), functions=True),
+        Problem("gpt", "GPT (4 blocks), tied embeddings, 256 words, T=64", attention.GPT, (64,), 256, 8,
+                tuple(q for q in USUAL if q not in ("DiagGGNExact", "KFAC")), check_batch=2, vocabulary=256,
+                steps=(64,), functions=True),
         Problem("gru", "GRU classifier, T=25", architectures.GRUClassifier, (25, 32), 10, 16,
                 USUAL, functions=True),
     )
@@ -176,6 +181,9 @@ TEST_PROBLEMS = {
                 tuple(q for q in BRANCHED if q != "KFAC"), vocabulary=5, steps=(4,), functions=True),
         Problem("tiny_unet", "A small segmentation network", architectures.tiny_unet, (2, 4, 4), 2, 2,
                 ("BatchGrad", "DiagGGNExact"), steps=(4, 4), functions=True),
+        Problem("tiny_vit", "A small ViT", attention.tiny_vit, (2, 4, 4), 3, 3, BRANCHED, functions=True),
+        Problem("tiny_gpt", "A small GPT, tied embeddings", attention.tiny_gpt, (4,), 5, 4,
+                tuple(q for q in BRANCHED if q != "KFAC"), vocabulary=5, steps=(4,), functions=True),
         Problem("tiny_gru", "A small GRU classifier", architectures.tiny_gru, (5, 3), 3, 3, BRANCHED, functions=True),
     )
 }  # fmt: skip

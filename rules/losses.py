@@ -75,16 +75,19 @@ RULES = (
     PointwiseLoss(
         "(x - t)**2",
         nn.MSELoss,
+        convex=True,
         examples=[e for shape in ALL_SHAPES for e in both(nn.MSELoss, shape, real_numbers)],
     ),
     PointwiseLoss(
         "where(abs(x - t) < delta, (x - t)**2 / 2, delta * (abs(x - t) - delta / 2))",
         nn.HuberLoss,
+        convex=True,
         examples=[*both(nn.HuberLoss, (3, 4), real_numbers), *both(nn.HuberLoss, (3, 4), real_numbers, delta=0.5)],
     ),
     PointwiseLoss(
         "where(abs(x - t) < beta, (x - t)**2 / (2 * beta), abs(x - t) - beta / 2)",
         nn.SmoothL1Loss,
+        convex=True,
         examples=[e for beta in (1.0, 0.5, 0.0) for e in both(nn.SmoothL1Loss, (3, 4), real_numbers, beta=beta)],
     ),
     PointwiseLoss(
@@ -128,6 +131,7 @@ RULES = (
         "softplus(-t * x)",
         nn.SoftMarginLoss,
         draw=bernoulli_score,
+        convex=True,
         examples=both(nn.SoftMarginLoss, (3, 2), signs),
     ),
     PointwiseLoss(
@@ -145,6 +149,7 @@ RULES = (
         "(x - t)**2 / 2",
         nn.GaussianNLLLoss,
         weight=precision,
+        convex=True,
         examples=[
             *both(GAUSS, (3, 2), WithVariance()),
             *both(GAUSS, (3, 2), WithVariance(along=1), eps=0.9),

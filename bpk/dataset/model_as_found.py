@@ -69,7 +69,7 @@ class Buffers:
     def put_back(self) -> None:
         """Let buffers that were changed or replaced be the ones before."""
         for number, (part, name, x, before, known) in enumerate(self.known):
-            if is_changed(x, known) or name.startswith("running_"):  # which batch norm writes uncounted
+            if is_changed(x, known) or (part.training and name.startswith("running_")):  # written uncounted
                 x.copy_(before)
                 self.known[number] = part, name, x, before, stamp(x)
             if getattr(part, name, None) is not x:

@@ -42,6 +42,7 @@ class PointwiseLoss(Loss):
         modules: The `torch.nn` classes it serves.
         choose: The name of the option that selects from a mapping of expressions.
         weight: Gives the factor of every term, from the call (default: 1).
+        convex: Whether terms are convex whatever targets and options are, so that nobody need look.
         draw: `draw(call, M)` gives standardised scores `[M, N, *pred]` (mean 0, variance 1) of the loss's
             predictive distribution, for the sampled factor.
         examples: Cases for tests and documentation.
@@ -62,6 +63,7 @@ class PointwiseLoss(Loss):
         choose: str = "",
         weight: Callable[[Call], Tensor | float | None] | None = None,
         draw: Callable[[Call, int], Tensor] = standard_normal,
+        convex: bool = False,
         examples: Sequence[Example] = (),
     ) -> None:
         super().__init__(*modules, examples=examples)
@@ -69,6 +71,7 @@ class PointwiseLoss(Loss):
         self.choose = choose
         self.weight = weight
         self.draw = draw
+        self.convex = convex
 
     def derivation(self, options: Options) -> Derivation:
         """The expression and its derivatives that these options select."""
@@ -99,7 +102,7 @@ class PointwiseLoss(Loss):
         return torch.broadcast_tensors(found, x, call.inputs[1], *symbols)[0]  # broadcast_shapes imports sympy
 
     def bends_down(self, call: Call) -> bool:
-        return bool((self.hessian_diag(call) < 0).any())
+        return not self.convex and bool((self.hessian_diag(call) < 0).any())
 
     def positions(self, prediction: Tensor) -> tuple[int, ...]:
         return before_features(prediction)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.jacobians.core.function_module import Plain
-from bpk.jacobians.families.normalization import Normalization
 from bpk.plan.samples.attribution import attribute
 from bpk.plan.samples.findings import AllSamplesInside, NotInFront
 from bpk.plan.samples.forms import Form, confirms, form_of, recall, remember
@@ -153,11 +152,11 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
 
 
 def needs_batch_in_front(record: Record) -> bool:
-    """Whether a call is that of a normalising function, such as `F.batch_norm`, whose rule sees samples in front.
+    """Whether a call is that of a function with parameters, such as `F.batch_norm`, whose rule sees samples in front.
 
     To autograd, it is the same where they are.
     """
-    if not record.params or not isinstance(record.module, Plain) or not isinstance(record.rule, Normalization):
+    if not record.params or not isinstance(record.module, Plain) or record.rule is None:
         return False
     return record.rule.acts_on(record.call()) is None
 
