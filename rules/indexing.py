@@ -15,6 +15,7 @@ from bpk.jacobians.core.conversion import CannotConvert, Conversion, reading, re
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
+from bpk.jacobians.core.indices import puts_lists_in_front
 from bpk.jacobians.families.linear_map import LinearMap, Reshaping
 from bpk.jacobians.rule import Rule
 
@@ -26,8 +27,9 @@ def keeps_batch(slice_info: Any) -> bool:
     """Whether an index leaves the batch axis in front, and whole."""
     first = slice_info[0] if isinstance(slice_info, tuple) and slice_info else slice_info
     if isinstance(first, slice):
-        return first.start in (None, 0) and first.stop is None and first.step in (None, 1)
-    return first is Ellipsis or first == ()
+        whole = first.start in (None, 0) and first.stop is None and first.step in (None, 1)
+        return whole and not puts_lists_in_front(slice_info)
+    return not puts_lists_in_front(slice_info) if first is Ellipsis else first == ()
 
 
 def slicing(x: Tensor, /, slice_info: Any) -> Tensor:

@@ -129,10 +129,23 @@ def test_permute_leaves_the_batch_axis(move: Callable[[], nn.Module]) -> None:
         move()(torch.randn(2, 3, 4))
 
 
-@pytest.mark.parametrize("index", [0, slice(1, 2), (None, slice(None)), ([0, 1],)], ids=str)
+EVERY = slice(None)
+MOVED = [(EVERY, [0, 1], EVERY, [0, 1]), (..., [0, 1], EVERY, torch.tensor([0, 1])), (EVERY, [0], None, [0, 1])]
+
+
+@pytest.mark.parametrize("index", [0, slice(1, 2), (None, EVERY), ([0, 1],), *MOVED], ids=str)
 def test_slicing_leaves_the_batch_axis(index: Any) -> None:
     with pytest.raises(ValueError, match=r"(?s)does not leave the batch axis whole.*Why:.*Do:"):
-        Slicing(index)(torch.randn(2, 3, 4))
+        Slicing(index)(torch.randn(2, 3, 4, 4))
+
+
+@pytest.mark.parametrize("row", [0, torch.tensor(0)], ids=str)
+def test_slicing_with_lists_beside_numbers(row: Any) -> None:
+    """Numbers pick first, so that they keep no lists apart."""
+    x = torch.randn(5, 3, 4, 4)
+    for index in ((EVERY, row, EVERY, [0, 1]), (EVERY, [0, 1], row, [2, 3]), (..., [0, 1], [2, 3])):
+        assert torch.equal(Slicing(index)(x), x[index])
+        assert len(x[index]) == len(x)
 
 
 def test_parallel() -> None:
