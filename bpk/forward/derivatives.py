@@ -14,6 +14,7 @@ from bpk.forward.independence import agree, columns_of_samples
 from bpk.forward.modules import rules_answer
 from bpk.forward.rules import refusal
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.series import Collapse, Series
 from bpk.recording.context.state import CTX
@@ -88,14 +89,13 @@ def laplacian(
     require("laplacian", model, x, directions=directions, weights=weights)
     directions = unit_vectors(x) if directions is None else spread(directions, x)
     weights = None if weights is None else as_weights(weights, directions)
-    total: Tensor | None = None
-    for some in chunks(x, len(directions), chunk_size):
+
+    def along(some: slice) -> Tensor:
         collapse = Collapse(None if weights is None else weights[some])
         found = propagate(model, x, [directions[some], None], collapse, by_sample=True)
-        part = 2 * written_out(found, 1, 1)[0]
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+        return 2 * written_out(found, 1, 1)[0]
+
+    return add_up(along(some) for some in chunks(x, len(directions), chunk_size))
 
 
 def input_hessian_diag(model: nn.Module, x: Tensor, chunk_size: int | None = None) -> Tensor:
@@ -157,13 +157,14 @@ def require_apart(model: nn.Module, x: Tensor) -> None:
     """Refuse a model that mixes samples.
 
     `J (w v) = w (J v)` for numbers `w_n` of samples holds for all `v` and `w` if and only if each row of the output
-    depends on its own row of the input.
+    depends on its own row of the input. So it is with second derivatives and `w^2`: where `J` is zero, as that of
+    `(x - x.mean(0)) ** 2` at equal rows, they alone tell.
     """
     with torch.no_grad():
         columns, weights = columns_of_samples(x)
         scaled = columns * weights.reshape(*weights.shape, *[1] * (x.dim() - 1))
-        slopes = propagate(model, x, [torch.cat([columns, scaled])], None, by_sample=False).terms[0]
-    if slopes is not None and not agree(slopes[: len(columns)], slopes[len(columns) :], weights):
+        along = propagate(model, x, [torch.cat([columns, scaled]), None], None, by_sample=False).terms
+    if not agree(along, weights):
         raise UnsupportedLayer(refusal(type(model).__name__, "rows of its output depend on other rows of its input."))
 
 
@@ -171,7 +172,7 @@ def chunks(x: Tensor, count: int, size: int | None) -> Iterator[slice]:
     """Slices of so many directions; what is drawn at random is the same for all."""
     size = size if size is None else whole("chunk_size", size)
     before = RandomState.now(x.device)
-    for start in range(0, count, size or max(1, count)):
+    for start in range(0, max(1, count), size or max(1, count)):  # without directions, a pass says what shape zero has
         if start:
             before.restore()
         yield slice(start, min(start + (size or count), count))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bpk.forward.carrier import Carrier
+from bpk.jacobians.core.indices import puts_lists_in_front
+from bpk.jacobians.core.series import Term
+from bpk.jacobians.core.side_by_side import as_rows
 
 T = torch.Tensor
 
@@ -24,11 +28,14 @@ ALONG = {
 CONVOLUTIONS = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5}
 """Functions of one sample each where their input has so many axes."""
 
-PLACE = {T.chunk: 2, torch.chunk: 2, T.split: 2, torch.split: 2, T.norm: 2, torch.norm: 2, F.normalize: 2}
+PLACE = {
+    **dict.fromkeys((T.chunk, torch.chunk, T.split, torch.split), 2),
+    **dict.fromkeys((T.norm, torch.norm, torch.linalg.vector_norm, F.normalize), 2),
+}
 """At which place `dim` is given without its name, if not right behind the tensor."""
 
-BASE = 16
-"""Samples are told apart by the digits of their numbers."""
+BASE = 4
+"""Samples are told apart by the digits of their numbers (few digits: squares of large powers overflow in float16)."""
 
 
 def stays_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -45,7 +52,7 @@ def stays_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
         return dims > 1 and len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() <= 2
     if func is T.__getitem__:
         first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        return isinstance(first, slice) and first == slice(None)
+        return isinstance(first, slice) and first == slice(None) and not puts_lists_in_front(args[1])
     if func not in ALONG:
         return False
     place = PLACE.get(func, 1)
@@ -66,9 +73,16 @@ def columns_of_samples(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, *x.shape, dtype=x.dtype, device=x.device), torch.exp2(digits.to(x.dtype))
 
 
-def agree(plain: Tensor, weighted: Tensor, weights: Tensor) -> bool:
-    """Whether `J (w v) = w (J v)` for columns `[B, N, *out]`, up to rounding."""
-    plain, weighted = (c.reshape(*weights.shape, -1) for c in (plain, weighted))
-    size = plain.abs().amax((0, 2))  # of each sample, in any column: one alone may cancel
-    error = (weighted / weights[..., None] - plain).abs().amax((0, 2))
-    return bool((error <= torch.finfo(plain.dtype).eps ** 0.5 * size).all())
+def agree(along: Sequence[Term], weights: Tensor) -> bool:
+    """Whether each `c_k` `[2 B, N, *out]`, along columns `v` and then `w v`, is `w^k` times as large there."""
+    size = weights.new_zeros(weights.shape[1])
+    for k, c in enumerate(along, start=1):
+        if c is None or not c.numel():
+            continue
+        plain, weighted = as_rows(c, 2).chunk(2)
+        # of each sample, in any column: one alone may cancel, as higher coefficients may but for rounding
+        size = torch.maximum(size, plain.abs().amax((0, 2)))
+        error = (weighted / weights[..., None] ** k - plain).abs().amax((0, 2))
+        if not bool((error <= torch.finfo(plain.dtype).eps ** 0.5 * size).all()):
+            return False
+    return True
