@@ -32,14 +32,16 @@ class Propagation:
     """One forward pass with coefficients.
 
     `by_sample` says that samples must not mix, `graph` whether results are to be differentiated, `answer` what
-    functions give. `alive` are the carriers that exist, by `id`. It may run inside of a transform of `torch.func`, but
-    none inside of it. A `refusal` counts, too, where the code that it was raised into makes another error of it.
+    functions give. `alive` are the carriers that exist, by `id`, and `constants` refers to tensors and arrays that were
+    taken out of them (`detach`, `numpy`). It may run inside of a transform of `torch.func`, but none inside of it.
+    A `refusal` counts, too, where the code that it was raised into makes another error of it.
     """
 
     by_sample: bool
     graph: bool
     answer: Answer
     alive: weakref.WeakValueDictionary[int, Carrier] = field(default_factory=weakref.WeakValueDictionary)
+    constants: list[weakref.ref[Any]] = field(default_factory=list)
     transformed: bool = field(default_factory=is_transformed)
     refusal: UnsupportedLayer | None = None
 
@@ -64,6 +66,21 @@ class Propagation:
         carrier.series, carrier.apart, carrier.propagation = series, apart, self
         self.alive[id(carrier)] = carrier
         return carrier
+
+    def note(self, result: Any) -> None:
+        """Tensors and arrays without coefficients, which may look at the memory of carriers."""
+        self.constants = [ref for ref in self.constants if ref() is not None]
+        self.constants += [weakref.ref(x) for x in tree_leaves(result) if hasattr(x, "__array__")]
+
+    def taken_out(self) -> list[Any]:
+        """Those that are still there."""
+        return [x for ref in self.constants if (x := ref()) is not None]
+
+
+def start_of(x: Any) -> int:
+    """Where in memory a tensor or an array begins."""
+    start: int = x.data_ptr() if isinstance(x, Tensor) else x.__array_interface__["data"][0]
+    return start
 
 
 def identity(x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from bpk.forward.carrier import (
     occurrences,
     replaced,
     require_unchanged,
+    start_of,
     transformed,
     values,
     versions_of,
@@ -40,7 +41,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.series import Series
 from bpk.jacobians.second_order.fused import Composed
-from bpk.jacobians.second_order.nested import again, nested, pushed
+from bpk.jacobians.second_order.nested import again, coefficients
 
 T = torch.Tensor
 
@@ -88,6 +89,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if own is not None:
             why = "it is a torch.autograd.Function, whose derivative is what its backward pass says."
             raise refused(own, why, "write it with functions of torch.")
+        propagation.note(result)
         return result
     with propagation.computing():
         if kwargs.get("out") is not None:
@@ -140,7 +142,7 @@ def pure_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     affine = alone and (func in AFFINE or func in PRODUCTS)
     try:
         with before.again() if drawn else Composed():
-            terms = pushed(function, given) if affine else nested(function, given)
+            terms = coefficients(function, given, affine)
     except (RuntimeError, NotImplementedError) as error:
         raise refused(func, f"torch has no forward mode for it: {error}", "write it with other functions.") from error
     carried, apart = {}, not drawn and stays_apart(func, args, kwargs)
@@ -221,10 +223,11 @@ def written(func: Any, target: Any, result: Any) -> Any:
         raise refused(
             func, why, "write y = y + x in place of y += x, and torch.stack or torch.cat in place of y[k] = x."
         )
-    storage = target.series.value.untyped_storage().data_ptr()
-    for other in list(target.propagation.alive.values()):
-        if other is not target and other.series.value.untyped_storage().data_ptr() == storage:
-            raise refused(func, "another tensor looks at the memory that it writes to (a view).", "work out of place.")
+    storage = target.series.value.untyped_storage()
+    memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+    others = [other.series.value for other in list(target.propagation.alive.values()) if other is not target]
+    if any(start_of(x) in memory for x in (*others, *target.propagation.taken_out())):
+        raise refused(func, "another tensor looks at the memory that it writes to (a view).", "work out of place.")
     if isinstance(result, Carrier):
         target.series, target.apart = result.series, result.apart
     else:

@@ -19,6 +19,22 @@ Derivatives = tuple[tuple[Tensor, ...], ...]
 """Some derivatives of every result."""
 
 
+def coefficients(function: Function, given: Sequence[Series], affine: bool) -> list[list[Term]]:
+    """Those of each result; of a function that is `affine` in all its arguments together, or of any.
+
+    Without a graph, too, by formulas that torch takes where it makes one: that of `logit` has further derivatives then.
+    """
+    derive = pushed if affine else nested
+    try:
+        return derive(function, given)
+    except RuntimeError:
+        if torch.is_grad_enabled():
+            raise
+        with torch.enable_grad():
+            found = derive(function, given)
+        return [[None if c is None else c.detach() for c in terms] for terms in found]
+
+
 def nested(function: Function, given: Sequence[Series]) -> list[list[Term]]:
     """The coefficients `c_1 ... c_K` of each result of a function, given those of its arguments.
 

@@ -46,8 +46,9 @@ def statistics() -> Tensor:
         overwritten,
         lambda m, x: torch.batch_norm(x * x, m.scale, m.scale, statistics(), statistics(), False, 0.1, 1e-5, False),
         lambda m, x: torch.instance_norm((x * x)[:, None], None, None, None, None, True, 0.1, 1e-5, False),
+        lambda m, x: (x.sigmoid() * 0.9).logit(),  # of which torch has forward mode with a graph alone
     ],
-    ids=["augmented", "overwritten", "batch_norm", "instance_norm"],
+    ids=["augmented", "overwritten", "batch_norm", "instance_norm", "logit"],
 )
 def test_functions(function: Callable[..., Tensor]) -> None:
     check(Function(function), torch.randn(N, D), order=2)

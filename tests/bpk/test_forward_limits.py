@@ -30,6 +30,23 @@ def beside_a_view(m: nn.Module, x: Tensor) -> Tensor:
     return view
 
 
+def taken_out(m: nn.Module, x: Tensor) -> Tensor:
+    """The same by a tensor without derivatives."""
+    y = x * 2
+    view = y.detach()[:, :2]
+    y.add_(1)
+    return y * view.sum()
+
+
+def as_array(m: nn.Module, x: Tensor) -> Tensor:
+    """The same by an array."""
+    y = x * 2
+    with torch.no_grad():
+        array = y.numpy()
+    y.add_(1)
+    return y * array.sum().item()
+
+
 def gradient_inside(m: nn.Module, x: Tensor) -> Tensor:
     """A model that asks for gradients."""
     return torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]
@@ -40,6 +57,8 @@ def gradient_inside(m: nn.Module, x: Tensor) -> Tensor:
     [
         (into_buffer, "a tensor that does not"),
         (beside_a_view, "looks at the memory"),
+        (taken_out, "looks at the memory"),
+        (as_array, "looks at the memory"),
         (gradient_inside, "autograd's graph"),
         (lambda m, x: (x, x), "not a tensor"),
         (lambda m, x: torch.add(x, 1, out=torch.empty(N, D)), "out="),
@@ -98,10 +117,62 @@ def test_functions_that_mix_samples_are_found(name: str) -> None:
     check(model, torch.randn(N, D), order=2)
 
 
+SQUARE: dict[str, Callable[[Tensor], Tensor]] = {
+    "norms of columns": lambda x: torch.linalg.vector_norm(x, 2, 0),
+    "lists in front": lambda x: x.sin()[:, :, None, None][:, [0, 1, 2], :, [0, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_functions_that_mix_as_many_features_as_samples(name: str) -> None:
+    """The shape of what they give does not tell."""
+    with pytest.raises(UnsupportedLayer, match="other rows"):
+        bpk.laplacian(Function(lambda m, x: SQUARE[name](x)), torch.randn(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda m, x: (x - x.mean(0)).square(), torch.ones(N, D)),
+        (lambda m, x: x * x.mean().square(), torch.tensor([[-1.0], [0.5], [0.5]])),
+    ],
+    ids=["equal rows", "mean zero"],
+)
+def test_mixing_in_the_second_derivative_alone(function: Callable[..., Tensor], x: Tensor) -> None:
+    """At these points the first derivative is zero."""
+    with pytest.raises(UnsupportedLayer, match="other rows"):
+        bpk.laplacian(Function(function), x)
+
+
+def test_memory_that_nobody_looks_at_any_more() -> None:
+    def function(m: nn.Module, x: Tensor) -> Tensor:
+        y = x * m.scale
+        size = y.detach().abs().max().item()
+        y += 1
+        y[:, 0] = 0
+        return y.sin() * size
+
+    check(Function(function), torch.randn(N, D), order=2)
+
+
+@pytest.mark.parametrize("n", [0, N])
+def test_nothing_to_differentiate(n: int) -> None:
+    """Without samples, without features, without directions, without outputs."""
+    tested = Function(lambda m, x: torch.where(x > 0, x.tanh(), x.sin()))
+    x = torch.randn(n, D)
+    assert bpk.laplacian(tested, x).shape == (n, D)
+    assert bpk.laplacian(nn.Linear(D, 2), x, directions=x.new_zeros(0, D)).equal(x.new_zeros(n, 2))
+    assert bpk.laplacian(nn.Tanh(), x[:, :0]).shape == (n, 0)
+    assert bpk.input_hessian_diag(nn.Linear(0, 2), x[:, :0]).shape == (n, 2, 0)
+    assert bpk.laplacian(Function(lambda m, x: tested(x).flip(1)[:, :0]), x).shape == (n, 0)
+
+
 def test_rounding_is_not_taken_for_mixing() -> None:
     model = Function(lambda m, x: torch.where(x > 0, x.tanh(), x.sin()).cumsum(1).flip(1) @ m.weight).float()
     for _ in range(20):
         bpk.laplacian(model, torch.randn(300, D, dtype=torch.float32))
+    straight = Function(lambda m, x: x.exp().flip(1).log())  # second derivatives are rounding alone
+    bpk.laplacian(straight, torch.randn(300, D))
 
 
 class Shifts(nn.Module):
