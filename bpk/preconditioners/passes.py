@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.fields.local import Local, Noted, known_of, put
+from bpk.plan.passes_inside import version
 
 
 class Passes:
@@ -28,16 +29,18 @@ class Passes:
         self.model, self.extension, self.anew = model, extension, anew
         self.noted = Noted()
         self.parts: dict[Tensor, tuple[Parts, Size]] = {}
+        self.left: dict[Tensor, tuple[int, int]] = {}  # gradients as the last pass has left them: they may be zero
 
     def begin(self) -> None:
         """A pass has begun: it is the first one unless some parameter still has a gradient of those before."""
-        if not any(p.grad is not None and bool(p.grad.any()) for p in self.parts):
+        there = [(p, p.grad) for p in self.parts if p.grad is not None]
+        if not any(self.left.get(p) == (id(grad), version(grad)) or bool(grad.any()) for p, grad in there):
             self.clear()
             self.anew()
 
     def clear(self) -> None:
         """What is there was taken, or belongs to gradients that were cleared."""
-        self.parts, self.noted = {}, Noted()
+        self.parts, self.noted, self.left = {}, Noted(), {}
 
     def end(self, noted: Noted) -> None:
         """A pass has saved its fields: put sums in their place."""
@@ -49,6 +52,7 @@ class Passes:
             names[p] = name
             if known is not None and known.noted is noted:
                 now[p] = known.adding_up(vars(p)[field]), size
+            self.left[p] = id(p.grad), version(p.grad)
         if not self.parts:
             self.parts, self.noted = now, noted
             return

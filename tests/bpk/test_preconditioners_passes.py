@@ -102,6 +102,22 @@ def test_ekfac_takes_the_basis_of_the_first_pass_and_moments_of_all() -> None:
             torch.testing.assert_close(p.grad.flatten(), basis @ ((basis.T @ gradient.flatten()) / (moments + 0.1)))
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_first_pass_whose_gradient_is_zero(cleared: bool) -> None:
+    """It has curvature nevertheless, which counts unless its gradients were cleared."""
+    torch.manual_seed(0)
+    layer, loss_fn = nn.Linear(4, 3), bpk.extend(nn.MSELoss(reduction="sum"))
+    preconditioner = bpk.preconditioners.DiagonalGGN(layer, mc_samples=None)
+    x = torch.randn(5, 4)
+    for y in (layer(x).detach(), torch.randn(5, 3)):
+        with preconditioner:
+            loss_fn(layer(x), y).backward()
+        if cleared and not layer.bias.grad.any():
+            layer.zero_grad(set_to_none=False)
+    preconditioner.step()
+    torch.testing.assert_close(preconditioner.means["bias"][0], torch.full((3,), 10.0 if cleared else 20.0))
+
+
 class Either(nn.Module):
     """A layer for short inputs, another one for long ones, and one for all."""
 
