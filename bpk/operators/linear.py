@@ -83,6 +83,8 @@ class LinearOperator(ABC):
             raise ImportError(missing("to_scipy()", "scipy", "scipy")) from error
 
         def on_arrays(operator: LinearOperator, array: Any) -> Any:
+            if array.dtype.kind == "c":  # solvers for complex matrices: torch would drop the imaginary part
+                return on_arrays(operator, array.real) + 1j * on_arrays(operator, array.imag)
             return (operator @ torch.as_tensor(array, dtype=self.dtype)).cpu().numpy()
 
         transposed = self.adjoint()

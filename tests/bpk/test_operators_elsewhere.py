@@ -262,6 +262,8 @@ def test_scipy() -> None:
     assert abs(float(top[0]) - float(values[values.abs().argmax()])) < 1e-9
     jacobian = operators.Jacobian(model, None, (x, y)).to_scipy()
     torch.testing.assert_close(torch.from_numpy(jacobian.T @ torch.eye(21).numpy()), want["Jacobian"].T)
+    v = torch.randn(27, dtype=torch.complex128)
+    torch.testing.assert_close(torch.from_numpy(jacobian @ v.numpy()), want["Jacobian"].to(v.dtype) @ v)
 
 
 @pytest.mark.parametrize(
