@@ -137,7 +137,8 @@ def cost(
         problem = Problem.of(model, loss, inputs, targets, None, batch_axis, 0)
         device = devices[0] if devices else torch.device("cpu")
         batches = SubBatches(problem, model, device, clock)
-        names = [e.savefield if extensions.count(e) > 1 else type(e).__name__ for e in extensions]
+        kinds = [type(e).__name__ for e in extensions]
+        names = [e.savefield if kinds.count(kind) > 1 else kind for e, kind in zip(extensions, kinds, strict=True)]
         asked: list[tuple[str, tuple[BackpropExtension, ...]]] = [("gradient", ())]
         asked += [(name, (e,)) for name, e in zip(names, extensions, strict=True)]
         if len(extensions) > 1:

@@ -29,7 +29,5 @@ def add_up(batches: Batches, keeper: Keeper, show: bool | None) -> None:
 def skip_passed(batches: Batches, keeper: Keeper) -> None:
     """Take the batches that an earlier run has passed, and the random numbers after them."""
     if keeper.now is not None and keeper.totals.batches:
-        count, known = keeper.last
-        keeper.require_same_batch(batches.number(count - 1), known, batches.skip(count))
-        batches.skip(keeper.totals.batches)
+        keeper.require_same_batches(batches.skipped(keeper.totals.batches))
         keeper.randomness.set(keeper.now)

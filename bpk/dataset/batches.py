@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.nested import tensors_in
 
 StepOf = Callable[[nn.Module, nn.Module, Any], Tensor]
 """`step(model, loss_fn, batch)` gives the loss of a batch."""
@@ -57,14 +58,13 @@ class Batches:
         self.announced, self.count, self.form = length_of(loader), 0, ""
         self.batches = iter(loader)
 
-    def skip(self, count: int) -> Any:
-        """Take batches for which nothing is to be done until there were so many; returns the last one."""
-        last: tuple[Any] | None = None
-        while self.count < count:
-            last = self.following()
-            if last is None:
+    def skipped(self, count: int) -> Iterator[Any]:
+        """So many batches with which nothing is computed."""
+        for _ in range(count):
+            batch = self.following()
+            if batch is None:
                 raise ValueError(self.ended(f"the checkpoint was written after {count}."))
-        return None if last is None else last[0]
+            yield batch[0]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         while (batch := self.following()) is not None:
@@ -144,6 +144,12 @@ def form_of(batch: Any) -> str:
 def tensor_in_words(dtype: torch.dtype, axes: int) -> str:
     """How tensors of a batch are described, which is asked of every batch."""
     return f"{str(dtype).removeprefix('torch.')} tensor of {axes} axes"
+
+
+def rows_of(batch: Any) -> int:
+    """How many rows the first tensor of a batch has."""
+    first = next(iter(tensors_in(batch)), None)
+    return 0 if first is None or not first.dim() else len(first)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bpk.dataset.batches import rows_of
 from bpk.dataset.checkpoint import not_written, read, require_same, write
 from bpk.dataset.fingerprint import digest
 from bpk.dataset.randomness import Randomness
@@ -19,8 +22,8 @@ class Keeper:
     """Writes a run to a file every so many batches, and puts a run back to where the file says.
 
     `start` has the states of the random generators before the first batch, from which a loader shuffles alike. Of an
-    earlier run, `now` has those after the last batch that it added up, and `done` says whether that was all. `last` is
-    how many batches there were when one was looked at, and what that one was.
+    earlier run, `now` has those after the last batch that it added up, and `done` says whether that was all. `given`
+    has what the first batch was, and how many rows all of them had.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class Keeper:
         self.start: dict[str, Any] = {}
         self.now: dict[str, Any] | None = None
         self.done = False
-        self.last = 0, ""
+        self.given = "", 0
 
     def take_up(self) -> None:
         """Go on from where an earlier run was, or begin."""
@@ -66,42 +69,40 @@ class Keeper:
         self.sink.restore(state["rows"], state["done"])
         self.runner.first = None if state["first"] is None else Seen(*state["first"])
         self.start, self.now, self.done = state["start"], state["now"], state["done"]
-        self.last = state["last"]
+        self.given = state["given"]
         self.randomness.set(state["now"] if self.done else self.start)
 
     def identity(self) -> dict[str, str]:
         """What must be the same where a run goes on."""
         return self.fingerprint
 
-    @property
-    def passed(self) -> int:
-        """What `every` counts."""
-        return self.totals.batches
-
-    def due(self, passed: int) -> bool:
-        """Whether the state is written when so much has passed."""
-        return self.path is not None and passed % self.every == 0
-
     def look(self, batch: Any) -> None:
-        """Note what a batch is, before anything changes it, if the state is written once it has been added up."""
-        if self.due(self.passed + 1):
-            self.last = self.totals.batches + 1, digest(batch)
+        """Note what the loader gives, before a step changes it."""
+        if self.path is not None:
+            first, rows = self.given
+            self.given = first or digest(batch), rows + rows_of(batch)
 
-    def require_same_batch(self, number: int, known: str, batch: Any) -> None:
-        """Refuse a loader that gives other batches than those that an earlier run has added up."""
-        if known and digest(batch) != known:
-            raise ValueError(
-                explain(
-                    f"The checkpoint '{self.path}' belongs to another run: batch {number} of the loader differs.",
-                    "what has been added up is that of the batches before; samples would be missing, or count twice.",
-                    "let the loader give the same batches in the same order (random numbers of data sets and samplers "
-                    "from the global generators of Python, NumPy or torch), or delete the file to begin anew.",
-                )
-            )
+    def require_same_batches(self, passed: Iterable[Any]) -> None:
+        """Refuse a loader that gives other batches than those that an earlier run has added up, as far as one can tell.
+
+        The first one is loaded from the same states of random generators. Later ones may be augmented by others.
+        """
+        (first, rows), self.given = self.given, ("", 0)
+        for batch in passed:
+            self.look(batch)
+        why = "sums are those of the batches before; samples are missing, or count twice, if the loader gives others."
+        do = "let it give the same batches in the same order, or delete the file to begin anew."
+        if rows != self.given[1]:
+            what = f"its batches up to here had {rows} rows, and now they have {self.given[1]}."
+            raise ValueError(explain(f"The checkpoint '{self.path}' belongs to another run: {what}", why, do))
+        if first != self.given[0]:
+            what = f"The first batch is another one than that of the run that wrote the checkpoint '{self.path}'."
+            do += " Nothing is needed if only an augmentation differs, by random numbers of its own."
+            warnings.warn(explain(what, why, do), UserWarning, stacklevel=2)
 
     def added(self) -> None:
         """One more batch was added up."""
-        if self.due(self.passed):
+        if self.path is not None and self.totals.batches % self.every == 0:
             self.write(False)
 
     def write(self, done: bool) -> None:
@@ -118,7 +119,7 @@ class Keeper:
             "totals": self.totals.state(),
             "rows": self.sink.state(),
             "first": None if first is None else (first.samples, first.divisors, first.factors),
-            "last": self.last,
+            "given": self.given,
             "start": self.start,
             "now": self.randomness.now(),
             "done": done,

@@ -15,6 +15,7 @@ from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.kernels.summed import Summed
+from bpk.recording.membership import parts_of
 from bpk.sweeps.starts.square_root import WeightedRoot
 from bpk.sweeps.sweep import Sweep
 
@@ -142,12 +143,27 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 def run(model: nn.Module, loss: Tensor, *extensions: OfGradients | OfRoot, keep: bool = False) -> Summed:
     """Statistics added up over parameters; `p.grad` stays as it is."""
-    params = list(trained(model).values())
+    params = trained(model)
     require_loss(loss)
+    require_all_extended(model, params)
     total = Summed(*(extension.field for extension in extensions))
     with backpack(*extensions, extension_hook=total, retain_graph=keep):
-        torch.autograd.grad(loss, params, retain_graph=keep, allow_unused=True)
+        torch.autograd.grad(loss, [*params.values()], retain_graph=keep, allow_unused=True)
     return total
+
+
+def require_all_extended(model: nn.Module, params: dict[str, Tensor]) -> None:
+    """Refuse models of which a part is extended: the sum over parameters would be that of the part."""
+    inside = {id(p) for part in parts_of(model).values() for p in part.parameters()}
+    outside = [name for name, p in params.items() if id(p) not in inside]
+    if outside:
+        raise ValueError(
+            explain(
+                f"{type(model).__name__} is extended in parts, without '{outside[0]}'.",
+                "the quantity is that of all parameters that require gradients.",
+                "call bpk.extend(model) before the forward pass, and requires_grad_(False) on what is to be left out.",
+            )
+        )
 
 
 def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -70,7 +70,7 @@ class CurvatureOperator(SymmetricOperator):
         whole: Size | None = None
         vectors = dict(zip(self.in_shapes, mats, strict=True))
         self.restart()
-        with computing(self.problem.model):
+        with computing(self.problem.still()):
             for x, y in self.problem.batches():
                 found, loss = self.of_whole_batch(x, y, vectors)
                 if self.problem.single:

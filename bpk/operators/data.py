@@ -55,6 +55,7 @@ class Problem:
         self.heavy = convolves or sum(p.numel() for p in self.params.values()) >= HEAVY
         first = next(iter(self.params.values()))
         self.dtype, self.device = first.dtype, first.device
+        self.checks, self.modes = check_deterministic, self.modes_now()
         if check_deterministic:
             self.check()
 
@@ -77,6 +78,23 @@ class Problem:
             )
 
     # ---- is it defined ------------------------------------------------------------------------------
+    def modes_now(self) -> list[bool]:
+        """Which parts of the model are in training mode."""
+        return [module.training for module in self.model.modules()]
+
+    def still(self) -> nn.Module:
+        """The model, before each product: of the same parameters, and checked again if its mode was changed."""
+        now = dict(self.model.named_parameters())
+        here = (self.dtype, self.device, True)
+        for name, p in self.params.items():
+            if now.get(name) is not p or (p.dtype, p.device, p.requires_grad) != here:
+                what = f"a model whose parameter '{name}' was replaced, converted or frozen since"
+                raise self.refused(what, "its columns belong to parameters as they were then", "make the operator anew")
+        if self.checks and self.modes != self.modes_now():
+            self.check()
+            self.modes = self.modes_now()
+        return self.model
+
     def check(self) -> None:
         """Refuse what gives another result the second time, and layers that see the batch as a whole."""
         for path, module in self.model.named_modules():

@@ -52,7 +52,7 @@ class Jacobian(LinearOperator):
         self.out_shapes = {"output": torch.Size((sum(s[0] for s in shapes), *shapes[0][1:]))}
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:
-        with computing(self.problem.model):
+        with computing(self.problem.still()):
             found = [
                 torch.cat([push(self.problem.model, x, self.problem.params, part) for part in self.chunks(mats)])
                 for x, _ in self.problem.batches()
@@ -63,7 +63,7 @@ class Jacobian(LinearOperator):
         """`J^T u_k`: `[K, N, *out]` to `[K, *p]` each."""
         total: list[Tensor] | None = None
         begin = 0
-        with computing(self.problem.model):
+        with computing(self.problem.still()):
             for x, _ in self.problem.batches():
                 z = evaluate(self.problem.model, x)
                 rows = mats[0][:, begin : begin + len(z)]

@@ -237,12 +237,12 @@ class Preconditioner(ABC):
         orders = {name: order for name, p in self.params.items() if (order := self.orders.get(p)) is not None}
         looked_at = [name for name, p in self.params.items() if p in self.looked_at]
         known = {"means": means, "shapes": {name: list(self.params[name].shape) for name in means}, "orders": orders}
-        return {"steps": self.steps, "looks": self.looks, **known, "looked_at": looked_at}
+        return {"of": type(self).__name__, "steps": self.steps, "looks": self.looks, **known, "looked_at": looked_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of the same model."""
         named = dict(self.model.named_parameters())
-        require_fits(state, named, self.entries_of)
+        require_fits(state, named, type(self).__name__, self.entries_of)
         self.params |= {n: named[n] for n in (*state["means"], *state["looked_at"]) if n in named}  # frozen ones, too
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}

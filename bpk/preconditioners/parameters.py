@@ -31,11 +31,21 @@ def take_up(now: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:
             )
 
 
-def require_fits(state: Mapping[str, Any], params: Mapping[str, Tensor], entries_of: Callable[[Means], int]) -> None:
-    """Refuse a saved state that is not one of these parameters, or lacks what steps depend on.
+def require_fits(
+    state: Mapping[str, Any], params: Mapping[str, Tensor], kind: str, entries_of: Callable[[Means], int]
+) -> None:
+    """Refuse a saved state that is not one of this kind and these parameters, or lacks what steps depend on.
 
     `entries_of` says of how many entries of a parameter running means are.
     """
+    if state.get("of", kind) != kind:
+        raise ValueError(
+            explain(
+                f"The state is that of {state['of']}, and this is {kind}.",
+                "each keeps curvature in its own form.",
+                "build the same preconditioner, or go on with a new one: it looks at curvature in its first step.",
+            )
+        )
     strange = sorted(set(state.get("means", ())) - set(params))
     if strange:
         raise ValueError(

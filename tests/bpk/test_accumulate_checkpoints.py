@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bpk
 from bpk import extensions as E
 from bpk.dataset import checkpoint
+from bpk.dataset.keeper import Keeper
 from tests.helpers import mlp
 
 ROOT = Path(__file__).parents[2]
@@ -176,14 +177,50 @@ def test_checkpoints_of_other_runs_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_other_batches_are_refused(tmp_path: Path) -> None:
-    """As many batches, cut in other places or in another order: samples would be missing, or count twice."""
+    """As many batches, cut in other places or in another order: samples are missing, or count twice."""
     path = tmp_path / "run"
     model, batches = interrupted(path)
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    for other in (list(zip(x.split([2] * 6 + [1]), y.split([2] * 6 + [1]), strict=True)), batches[1:] + batches[:1]):
-        with pytest.raises(ValueError, match=rf"'{path}' belongs to another run: batch 3 of the loader differs"):
-            go(path, model, iter(other))
+    other = list(zip(x.split([2] * 6 + [1]), y.split([2] * 6 + [1]), strict=True))
+    with pytest.raises(ValueError, match=rf"'{path}' belongs to another run: .* had 7 rows, and now they have 8"):
+        go(path, model, iter(other))
+    with pytest.warns(UserWarning, match=f"first batch is another one .*'{path}'"):
+        go(path, model, iter([batches[3], *batches[1:3], batches[0], *batches[4:]]))
+    path.unlink()
+    interrupted(path)
     assert go(path, model, iter(batches)).samples == len(x)
+
+
+class Noisy(TensorDataset):
+    """A data set that draws from the generator from which a model draws, too."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + torch.randn_like(x), y
+
+
+def test_augmented_batches_go_on(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Those that were passed are augmented in another way when they are loaded again; nobody minds."""
+    model, batches = problem()
+    loader = DataLoader(Noisy(*(torch.cat(parts) for parts in zip(*batches, strict=True))), 2, shuffle=True)
+    torch.manual_seed(5)
+    once = go(tmp_path / "once", model, loader, E.DiagGGNMC())
+    torch.manual_seed(5)
+    with pytest.raises(Stopped), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bpk.dataset.keeper.Keeper.added", stop_at_four)
+        go(tmp_path / "run", model, loader, E.DiagGGNMC())
+    again = go(tmp_path / "run", model, loader, E.DiagGGNMC())
+    for name, fields in once.items():
+        assert torch.equal(fields["diag_ggn_mc"], again[name]["diag_ggn_mc"])
+    assert not [w for w in recwarn if "first batch" in str(w.message)]
+
+
+def stop_at_four(keeper: Keeper) -> None:
+    """A run that ends when it has written its state for the second time."""
+    if keeper.totals.batches % 2 == 0:
+        keeper.write(False)
+    if keeper.totals.batches == 4:
+        raise Stopped
 
 
 def change(model: nn.Module, loss_fn: nn.Module, batch: list[Tensor]) -> Tensor:

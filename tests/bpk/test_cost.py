@@ -112,6 +112,13 @@ def test_pairs_of_samples_are_quadratic() -> None:
     assert kept > 2 * 4 * 256**2 and abs(found.kept - kept) < 0.02 * kept
 
 
+def test_two_quantities_of_a_kind_are_told_apart() -> None:
+    few, many = E.DiagGGNMC(1), E.DiagGGNMC(20)
+    many.savefield = "many"
+    found = bpk.cost(mlp(), nn.CrossEntropyLoss(), torch.randn(8, 20), torch.arange(8) % 5, few, many)
+    assert [found[name].columns for name in ("diag_ggn_mc", "many")] == [1, 20]
+
+
 def test_nothing_is_left_behind() -> None:
     model, loss = conv(), nn.CrossEntropyLoss()
     bpk.extend(model[0])

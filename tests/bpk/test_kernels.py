@@ -347,6 +347,20 @@ def test_memory_is_that_of_one_layers_columns(monkeypatch: pytest.MonkeyPatch) -
         assert allocated(work, torch.device("cpu"))[0] < 2.2 * layer
 
 
+def test_models_that_are_extended_in_parts_are_refused() -> None:
+    """Values were those of the part, and vectors zero elsewhere."""
+    model, loss_fn = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), bpk.extend(nn.CrossEntropyLoss())
+    bpk.extend(model[2])
+    for work in (bpk.eigenpairs, bpk.projected_gradients):
+        with pytest.raises(ValueError, match=r"in parts, without '0.weight'.*\n.*\n.*extend\(model\)"):
+            work(model, loss_fn(model(torch.randn(N, 3)), torch.arange(N) % 2), k=4)
+    model[0].requires_grad_(False)
+    assert list(bpk.eigenpairs(model, loss_fn(model(torch.randn(N, 3)), torch.arange(N) % 2)).vectors) == [
+        "2.weight",
+        "2.bias",
+    ]
+
+
 def test_low_rank_of_eigenpairs() -> None:
     model, loss_fn = bpk.extend(nn.Linear(3, 2)), bpk.extend(nn.CrossEntropyLoss())
     x = torch.randn(N, 3)

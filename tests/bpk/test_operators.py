@@ -251,6 +251,36 @@ def test_products_are_those_at_the_parameters_of_their_time() -> None:
     torch.testing.assert_close(operator.to_dense(), matrices(model, nn.CrossEntropyLoss(), x, y)["GGN"])
 
 
+def test_parameters_that_were_replaced_since_are_refused() -> None:
+    """Products were those of the old ones in one half, and of the new ones in the other."""
+    model, x, y = mlp().to(DOUBLE), torch.randn(7, 4, dtype=DOUBLE), classes()
+    matrix, jacobian = operators.GGN(model, nn.CrossEntropyLoss(), (x, y)), operators.Jacobian(model, None, (x, y))
+    v, u = (torch.randn(n, dtype=DOUBLE) for n in reversed(jacobian.shape))
+    for change in (
+        lambda: model[0].requires_grad_(False),
+        lambda: model.float(),
+        lambda: model.double().load_state_dict({k: p.clone() for k, p in model.state_dict().items()}, assign=True),
+    ):
+        model.requires_grad_(True)
+        matrix @ v
+        change()
+        for work in (lambda: matrix @ v, lambda: jacobian @ v, lambda: jacobian.T @ u):
+            with pytest.raises(ValueError, match=r"'0.weight' was replaced, converted or frozen.*\n.*\n.*anew"):
+                work()
+        model.double()
+
+
+def test_a_model_that_was_put_into_training_mode_since_is_checked_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).to(DOUBLE).eval()
+    matrix = operators.GGN(model, nn.CrossEntropyLoss(), (torch.randn(7, 4, dtype=DOUBLE), classes()))
+    v = torch.randn(15, dtype=DOUBLE)
+    before = matrix @ v
+    with pytest.raises(ValueError, match=r"two results for one input.*\n.*\n.*eval"):
+        _ = model.train() and matrix @ v
+    model.eval()
+    assert torch.equal(matrix @ v, before)
+
+
 def test_extended_models_and_contexts_around_a_product() -> None:
     torch.manual_seed(0)
     model, x, y = bpk.extend(mlp().to(DOUBLE)), torch.randn(7, 4, dtype=DOUBLE), classes()

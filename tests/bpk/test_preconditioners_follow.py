@@ -187,3 +187,15 @@ def test_states_of_layers_with_as_many_entries_are_refused(name: str) -> None:
     make(nn.Linear(4, 3, bias=False)).load_state_dict(saved.state_dict())
     with pytest.raises(ValueError, match=r"(?s)other sizes.*have: weight.*same shapes"):
         make(nn.Linear(3, 4, bias=False)).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("other", ["KFAC", "DiagonalGGN"])
+def test_states_of_another_preconditioner_are_refused(other: str) -> None:
+    """The diagonal of a square layer was the factor of its outputs."""
+    loss_fn, model = bpk.extend(nn.MSELoss()), nn.Linear(3, 3, bias=False)
+    saved = bpk.preconditioners.EKFAC(model)
+    with saved:
+        loss_fn(model(torch.randn(5, 3)), torch.randn(5, 3)).backward()
+    saved.step()
+    with pytest.raises(ValueError, match=f"is that of EKFAC, and this is {other}"):
+        getattr(bpk.preconditioners, other)(model).load_state_dict(saved.state_dict())
