@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.fields import sums
+from bpk.fields import parameters, sums
 from bpk.plan.plan import Plan
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns
 from bpk.sweeps.columns.limits import columns_at_a_time
@@ -134,6 +134,21 @@ def test_rows_in_rounds_beside_other_quantities() -> None:
             torch.testing.assert_close(p.diag_ggn_exact_batch, squares)
             torch.testing.assert_close(p.diag_ggn_exact, squares.sum(0))
         extensions = extensions[::-1]
+
+
+@pytest.mark.parametrize(("extension", "keeps"), [(E.DiagGGNExact, False), (E.KFLR, True)])
+def test_columns_of_several_losses_are_kept_where_they_must_be(
+    extension: type, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that add up need no columns of the losses before: these would outgrow any limit."""
+    kept: list[int] = []
+    monkeypatch.setattr(parameters, "merged", lambda before, uses: kept.append(len(uses)) or [*before, *uses])
+    net, x, y = cnn()
+    model, loss_fn, other = bpk.extend(net.double()), bpk.extend(nn.CrossEntropyLoss()), bpk.extend(nn.MSELoss())
+    with bpk.backpack(extension(), chunk_size=2):
+        out = model(x)
+        (loss_fn(out, y) + other(out, torch.zeros_like(out))).backward()
+    assert bool(kept) is keeps
 
 
 def test_rows_of_several_losses_in_rounds() -> None:
