@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.sweeps.stretches.curved import CurvedStretch
 from bpk.sweeps.stretches.residual import StretchResidual
 from tests.helpers import extended
@@ -209,3 +210,57 @@ def test_of_several_losses() -> None:
         (loss_fn(out, y) + 2 * loss_fn(out, y)).backward()
     torch.testing.assert_close(model.norm_c.gain.diag_h, 3 * expected["norm_c.gain"].sum(0))
     torch.testing.assert_close(model.norm_a.gain.diag_h_batch, 3 * expected["norm_a.gain"])
+
+
+def flipped(m: Assembled, x: Tensor) -> Tensor:
+    """A function between two layers, which is linear in what it is given."""
+    out: Tensor = m.last(m.first(x).flip(1))
+    return out
+
+
+def bent(m: Assembled, x: Tensor) -> Tensor:
+    """A nonlinear one."""
+    out: Tensor = m.last(m.first(x).tanh())
+    return out
+
+
+@pytest.mark.parametrize(
+    ("forward", "extension", "right"),
+    [
+        (flipped, E.HMP, True),
+        (flipped, E.GGNMP, True),
+        (bent, E.GGNMP, True),
+        (bent, E.HMP, False),
+        (bent, E.PCHMP, False),
+    ],
+)
+def test_derivatives_of_products(forward: Forward, extension: type, right: bool) -> None:
+    """They are those of the functions as well, or an error: these are no constants."""
+    torch.manual_seed(0)
+    net = Assembled(forward, first=nn.Linear(4, 4), last=nn.Linear(4, 3)).double()
+    model, loss_fn = extended(net, nn.CrossEntropyLoss())
+    x, y, p = rand(3, 4), torch.tensor([0, 2, 1]), model.first.weight
+    params, step = list(model.parameters()), 1e-5
+    along = [torch.randn_like(q) for q in params]
+
+    def product(create_graph: bool = False) -> Tensor:
+        with bpk.backpack(extension()):
+            loss_fn(model(x), y).backward(create_graph=create_graph)
+        found: Tensor = vars(p)[extension().savefield](torch.ones_like(p))
+        return found.sin().sum()
+
+    found = product(create_graph=True)
+    if not right:
+        with pytest.raises(
+            UnsupportedLayer, match=r"cannot be differentiated behind the nonlinear function before 'la"
+        ):
+            torch.autograd.grad(found, params)
+        return
+    slopes = torch.autograd.grad(found, params, allow_unused=True)
+    slope = sum((g * v).sum() for g, v in zip(slopes, along, strict=True) if g is not None)
+    for q, v in zip(params, along, strict=True):
+        q.data.add_(v, alpha=step)
+    above = product()
+    for q, v in zip(params, along, strict=True):
+        q.data.sub_(v, alpha=2 * step)
+    torch.testing.assert_close(slope, (above - product()) / (2 * step), rtol=1e-5, atol=1e-8)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt, index_of
-from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import placeholder
 from bpk.plan.graph import Source, pull_columns
 from bpk.plan.samples.rows import along_rows, of_samples, over_batch
@@ -47,10 +48,12 @@ class LinearisedStretch:
     ) -> None:
         require_products(source)
         self.names = names
+        self.where = source.consumer.where
         self.samples = samples
         self.counts = None if samples is None else times_named(samples, share)
         if self.counts is not None:  # what belongs to a parameter is a sum over samples, each as often as it is named
             share = share * along_rows(self.counts, share)
+        self.share = share if torch.is_grad_enabled() and share.requires_grad else None
         self.ports: list[Port | None] = [*source.exits, *[None] * len(source.trained)]
         self.cotangent = placeholder(at_input)
         self.pulled = source.gradients(self.cotangent)
@@ -111,8 +114,13 @@ class LinearisedStretch:
 
     def curve(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
         """The residual times the tangents, where there is something."""
-        if curvature.is_positive:
-            return self.curve_positively(tangents, curvature)
+        found = self.curve_positively(tangents, curvature) if curvature.is_positive else self.curve_exactly(tangents)
+        if self.share is None or not torch.is_grad_enabled():
+            return found
+        return {name: WithoutDerivative.apply(mat, self.share, self.where) for name, mat in found.items()}
+
+    def curve_exactly(self, tangents: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
+        """The same with the residual as it is."""
         total: list[Tensor | None] = [None] * len(self.tangents)
         for gradient, t in zip(self.residual, self.at_graph(tangents), strict=True) if self.residual else ():
             if gradient is not None and gradient.requires_grad and t is not None:
@@ -180,10 +188,31 @@ def through_columns(columns: dict[Wrt, Tensor], weights: Tensor, tangents: dict[
     return result
 
 
+class WithoutDerivative(torch.autograd.Function):
+    """What depends on a gradient in a way that is not recorded: no constant, so that its derivative is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, share: Tensor, where: str) -> Tensor:
+        """`found` as it is."""
+        ctx.where = where
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        """Say so."""
+        raise UnsupportedLayer(
+            explain(
+                f"The product cannot be differentiated behind the nonlinear function before {ctx.where}.",
+                "how its second derivative depends on the gradient there is not recorded.",
+                "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or differentiate GGNMP.",
+            )
+        )
+
+
 def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], columns: Sequence[Tensor]) -> list[Tensor | None]:
-    """Transposed-Jacobian products of a recorded function, for columns `[V, ...]`."""
+    """Transposed-Jacobian products of a recorded function, for columns `[V, ...]`; differentiable where all is."""
     columns = [column.to(out.dtype) for out, column in zip(outputs, columns, strict=True)]
-    return pull_columns(outputs, inputs, columns, create_graph=False)
+    return pull_columns(outputs, inputs, columns)
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
