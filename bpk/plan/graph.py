@@ -13,9 +13,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.engine import pull_back
+from bpk.jacobians.second_order.corrected import corrected
 from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
 from bpk.jacobians.second_order.group_norm import inputs_of_group_norms
-from bpk.jacobians.second_order.weight_norm import corrected
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.attention_kernels import SavedInside

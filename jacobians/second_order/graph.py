@@ -15,8 +15,8 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.engine import formats, pull_back
 from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
+from bpk.jacobians.second_order.corrected import corrected
 from bpk.jacobians.second_order.group_norm import inputs_of_group_norms, passes_statistics
-from bpk.jacobians.second_order.weight_norm import corrected
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
 """Where products start, or arrive."""
@@ -169,7 +169,7 @@ class Graph:
     def push(self, mat: Tensor, wrt: Wrt) -> Tensor:
         """`J M`: columns `[V, N, *in]` or `[V, *p]` forth to the output. `J` is the derivative of `J^T u` in `u`."""
         if wrt not in self._pushed:
-            with torch.enable_grad():
+            with torch.enable_grad(), differentiable_again([self.output]):
                 at = placeholder(self.output)
                 self._pushed[wrt] = at, products([self.output], [self.leaves[wrt]], [at[None]], further=True)[0]
         at, pulled = self._pushed[wrt]

@@ -2,14 +2,10 @@
 
 Torch's own gradient takes the norms `|v|` for constants when it is differentiated (seen up to 2.15), so that Hessians
 are silently wrong. Where the function is still to be called, `weight_norm` stands for it; where a graph has recorded
-it, `corrected` puts the right gradient in the place of torch's.
+it, `gradient` takes the place of torch's (see `corrected.py`).
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -63,13 +59,3 @@ def operand(node: Node, name: str, place: int) -> Tensor:
             )
         )
     return leaf
-
-
-@contextmanager
-def corrected(nodes: Iterable[Node]) -> Iterator[None]:
-    """Inside, gradients that pass these nodes of autograd's graph may be differentiated once more."""
-    with ExitStack() as stack:
-        for node in nodes:
-            if node.name() == FUSED:
-                stack.callback(node.register_hook(partial(gradient, node)).remove)
-        yield

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import bpk
 from bpk import extensions as E
 from bpk.hessianfree.hvp import hessian_vector_product
-from bpk.jacobians.second_order.weight_norm import corrected
+from bpk.jacobians.second_order.corrected import corrected
 from tests.helpers import backward, extended, registered
 from tests.references.weight_norm import WrittenOut, written_out
 

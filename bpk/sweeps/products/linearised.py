@@ -11,6 +11,7 @@ from torch import Tensor
 from bpk.jacobians.core.call import Wrt, index_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import placeholder
+from bpk.jacobians.second_order.corrected import corrected
 from bpk.plan.graph import Source, pull_columns
 from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.recording.context.state import CTX
@@ -89,9 +90,9 @@ class LinearisedStretch:
             return [], []
         probes = [placeholder(g) for g in gradients]
         curved = [(g, w) for g, w in zip(gradients, probes, strict=True) if g.requires_grad]
-        gradient = torch.autograd.grad(
-            [g for g, _ in curved], source.beginnings(), [w for _, w in curved], create_graph=True, allow_unused=True
-        )
+        ends, columns = [g for g, _ in curved], [w for _, w in curved]
+        with corrected(source.nodes):
+            gradient = torch.autograd.grad(ends, source.beginnings(), columns, create_graph=True, allow_unused=True)
         return probes, list(gradient)
 
     def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:

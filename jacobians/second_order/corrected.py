@@ -1,0 +1,51 @@
+"""Nodes of autograd's graph whose gradients are right, and the derivatives of these are not: right ones in their place.
+
+Beside weight normalisation (`weight_norm.py`), these are normalisations that have a bias and no weight. Torch (seen in
+2.13) takes the gradient of their bias for a constant: a sum of what arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from torch.autograd.graph import Node
+
+from bpk.jacobians.second_order import weight_norm
+from bpk.jacobians.second_order.weight_norm import Gradients
+
+LAYER_NORM = "NativeLayerNormBackward0"
+NORMALISATIONS = (LAYER_NORM, *(f"{kind}BatchNormBackward0" for kind in ("Native", "Cudnn", "Miopen")))
+"""What autograd calls those that have a right second derivative otherwise. Their arguments: input, weight, bias."""
+
+
+@contextmanager
+def corrected(nodes: Iterable[Node]) -> Iterator[None]:
+    """Inside, gradients that pass these nodes of autograd's graph may be differentiated once more."""
+    with ExitStack() as stack:
+        for node in nodes:
+            right = right_gradient(node)
+            if right is not None:
+                stack.callback(node.register_hook(partial(right, node)).remove)
+        yield
+
+
+def right_gradient(node: Node) -> Callable[[Node, Gradients, Gradients], Gradients] | None:
+    """What computes the gradients at a node in the place of torch (`None`: torch's are right)."""
+    name = node.name()
+    if name == weight_norm.FUSED:
+        return weight_norm.gradient
+    if name in NORMALISATIONS and node.next_functions[1][0] is None and node.next_functions[2][0] is not None:
+        return with_bias
+    return None
+
+
+def with_bias(node: Node, sent: Gradients, arrived: Gradients) -> Gradients:
+    """What a normalisation should send to its input, its weight and its bias: the last is a sum of what has arrived."""
+    grad, bias = arrived[0], sent[2]
+    if grad is None or bias is None:
+        return sent
+    kept = range(grad.dim() - bias.dim(), grad.dim()) if node.name() == LAYER_NORM else (1,)
+    summed = [axis for axis in range(grad.dim()) if axis not in kept]
+    return *sent[:2], (grad.sum(summed) if summed else grad).to(bias.dtype)
