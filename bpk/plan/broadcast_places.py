@@ -138,8 +138,13 @@ def keeps_rows(node: Node, n: int) -> bool:
 
 
 def factor_of(node: Node, place: int) -> Factor | None:
-    """What a function multiplies an argument with that it broadcasts; `None` if it does anything else."""
+    """What a function multiplies an argument with that it broadcasts; `None` if it does anything else.
+
+    What is complex is left to autograd, which knows what to conjugate.
+    """
     name = node.name()
+    if engine.kind_of_output(node, 0)[1].is_complex:
+        return None
     if name == "ExpandBackward0":
         return 1.0
     if name in ("AddBackward0", "SubBackward0"):

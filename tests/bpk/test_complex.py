@@ -33,6 +33,10 @@ class Complex(nn.Module):
             return self.head(torch.fft.ifft(torch.fft.fft(x) * torch.complex(self.re, self.im)).real)
         if self.how == "modulus":
             return self.head(torch.complex(x * self.re, x + self.im).abs())
+        if self.how == "spectrum":
+            return self.head((self.re * torch.fft.fft(x)).abs() + self.im)
+        if self.how == "modulus of a product":
+            return self.head((torch.complex(self.re, self.im) * x).abs())
         if self.how == "at the end":
             z = self.head(x) * torch.polar(self.re[:3], self.im[:3])
             return z.real
@@ -41,7 +45,9 @@ class Complex(nn.Module):
 
 
 @pytest.mark.parametrize("converter", [False, True], ids=["as it is", "converted"])
-@pytest.mark.parametrize("how", ["product", "filter", "modulus", "at the end", "matrix"])
+@pytest.mark.parametrize(
+    "how", ["product", "filter", "modulus", "spectrum", "modulus of a product", "at the end", "matrix"]
+)
 def test_agrees_with_autograd(how: str, converter: bool) -> None:
     model, x, y = Complex(how).double(), rand(3, 4), torch.randint(3, (3,))
     ref = Reference(model, (x,), lambda pred: nn.functional.cross_entropy(pred, y))
