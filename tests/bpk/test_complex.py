@@ -35,6 +35,8 @@ class Complex(nn.Module):
             return self.head(torch.complex(x * self.re, x + self.im).abs())
         if self.how == "spectrum":
             return self.head((self.re * torch.fft.fft(x)).abs() + self.im)
+        if self.how == "modulus of a sum":
+            return self.head((torch.fft.fft(x) + torch.fft.fft(x.tanh() * self.re)).abs() + self.im)
         if self.how == "modulus of a product":
             return self.head((torch.complex(self.re, self.im) * x).abs())
         if self.how == "at the end":
@@ -46,7 +48,8 @@ class Complex(nn.Module):
 
 @pytest.mark.parametrize("converter", [False, True], ids=["as it is", "converted"])
 @pytest.mark.parametrize(
-    "how", ["product", "filter", "modulus", "spectrum", "modulus of a product", "at the end", "matrix"]
+    "how",
+    ["product", "filter", "modulus", "modulus of a sum", "spectrum", "modulus of a product", "at the end", "matrix"],
 )
 def test_agrees_with_autograd(how: str, converter: bool) -> None:
     model, x, y = Complex(how).double(), rand(3, 4), torch.randint(3, (3,))

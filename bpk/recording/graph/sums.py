@@ -56,10 +56,12 @@ def is_recovered_sum(record: Record) -> bool:
 
 
 def is_sum(node: Node) -> bool:
-    """Whether a node adds two tensors that are like its result, of which none is a parameter."""
+    """Whether a node adds two tensors that are like its result, real, of which none is a parameter."""
     if node.name() != ADD or engine.saved(node, "alpha") != 1:
         return False
     kind = engine.kind_of_output(node, 0)
+    if kind[1].is_complex:  # as for layers: autograd knows what to conjugate
+        return False
     for above, nr in node.next_functions:
         if above is None or above.name() == engine.ACCUMULATE or engine.kind_of_output(above, nr) != kind:
             return False
