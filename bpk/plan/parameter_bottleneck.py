@@ -35,7 +35,7 @@ class ParameterBottleneck:
         smallest, here = entries(start), start
         while (above := only_argument(here)) is not None:
             here = above
-            if entries(here) < smallest:
+            if entries(here) < smallest and not engine.kind_of_output(*here)[1].is_complex:  # it counts twice
                 self.edge, smallest = here, entries(here)
         self.entries = smallest
         self.jacobians: dict[int, Tensor] = {}

@@ -137,3 +137,25 @@ def test_functions_entry_by_entry_have_no_bottleneck(shape: tuple[int, ...]) -> 
     made = -p.exp()
     assert made.grad_fn is not None
     assert not ParameterBottleneck((made.grad_fn, 0), p.device).pays(10_000)
+
+
+class Spectral(nn.Module):
+    """A bias with a spectrum that a network computes: few complex numbers, of which each counts twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.onto = nn.Parameter(torch.randn(40, 40) / 6), nn.Parameter(torch.randn(40, 4) / 6)
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft((self.into @ self.onto).tanh().sum(0))
+        found: Tensor = self.last((self.first(x) + torch.fft.irfft(spectrum, n=16)).tanh())
+        return found
+
+
+def test_complex_numbers_on_the_way(through: list[int]) -> None:
+    torch.manual_seed(0)
+    quantities = DiagGGNExact(), DiagHessian(), SqrtGGNExact()
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    found = bpk.verify(Spectral().double(), nn.CrossEntropyLoss(), x, y, *quantities, raise_on_error=True)
+    assert found.ok and set(through) == {4}
