@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,22 @@ def attention(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.layer_norm`, which adds a bias that comes without a weight afterwards (see `corrected.py`)."""
+    if weight is not None or bias is None:
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    return F.layer_norm(input, normalized_shape, None, None, eps) + bias
+
+
 TWICE: dict[Any, Callable[..., Tensor]] = {
     torch._weight_norm: weight_norm,
     F.scaled_dot_product_attention: attention,
+    F.layer_norm: layer_norm,
 }
 """By the function that they stand for."""

@@ -62,6 +62,21 @@ def test_second_derivatives(name: str, by_rule: bool) -> None:
             torch.testing.assert_close(product(torch.ones_like(p)), other(torch.ones_like(p)))
 
 
+def test_references_and_operators() -> None:
+    """They differentiate the model by torch alone, with what is right in the place of the function."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), Normalises(FUNCTIONS["layer_norm"][0]), nn.Tanh(), nn.Linear(3, 3)).double()
+    x, y, loss_fn = torch.randn(4, 3).double(), torch.arange(4) % 3, nn.CrossEntropyLoss()
+    assert bpk.verify(model, loss_fn, x, y, E.DiagHessian(), E.HMP(), raise_on_error=True).ok
+    with bpk.backpack(E.HMP()):
+        bpk.extend(loss_fn)(bpk.extend(model)(x), y).backward()
+    hessian = bpk.operators.Hessian(model, loss_fn, [(x, y)])
+    at = slice(12, 15)
+    column = torch.zeros(hessian.shape[1]).double()
+    column[at] = 1
+    torch.testing.assert_close((hessian @ column)[at], model[1].bias.hmp(torch.ones(3).double()))
+
+
 @pytest.mark.parametrize("name", ["layer_norm", "batch_norm"])
 def test_torch_takes_the_gradient_of_a_bias_for_a_constant(name: str) -> None:
     """If this fails, torch has mended it: `with_bias` in `second_order/corrected.py` can go."""
