@@ -91,6 +91,8 @@ class EmbeddingBagRule(TableLookup):
         binding = super().bind(module, args, kwargs)
         if binding.inputs[0].dim() == 1:
             flat, offsets, *weights = binding.inputs
+            if module.include_last_offset and len(offsets) and int(offsets[-1]) != len(flat):
+                return replace(binding, problem=LEFT_OVER, do="let the last offset be the number of tokens.")
             fills = zip((flat, *weights), (NOTHING, 0), strict=False)
             bags = [filled_up(x, offsets, fill, module) for x, fill in fills]
             return replace(binding, inputs=tuple(bags))
@@ -149,6 +151,7 @@ class EmbeddingBagRule(TableLookup):
 Shares = tuple[Tensor, Tensor]
 """Which looked-up entries count, `[N, L, 1]` or `[N, L, D]`, and what each is multiplied by."""
 
+LEFT_OVER = "its last offset is not the number of tokens: whether torch adds what is behind it depends on the dtype."
 NOTHING = -1
 """The token that fills up bags of different lengths."""
 

@@ -102,6 +102,20 @@ def test_bags_given_by_offsets(mode: str, last: bool) -> None:
     agrees(model, ref)
 
 
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact])
+def test_tokens_behind_the_last_offset(extension: Any) -> None:
+    """Torch adds them to the last bag in float64, and leaves them out of sums in float32."""
+    offsets = torch.tensor([0, 3, 5])
+
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return model.head(model.table(x, offsets))
+
+    table = nn.EmbeddingBag(5, 2, mode="sum", include_last_offset=True)
+    model, loss_fn = extended(Assembled(forward, table=table, head=nn.Linear(2, 3)).double())
+    with pytest.raises(UnsupportedLayer, match=r"(?s)last offset.*Do:"):
+        backward(model, loss_fn, tokens(5, 7), torch.tensor([0, 2]), extension())
+
+
 def test_weights_of_tokens_in_bags_given_by_offsets() -> None:
     """Weights that are data change what a token contributes."""
     x, weights, offsets = tokens(5, 6), rand(6), torch.tensor([0, 2, 3])
