@@ -24,6 +24,9 @@ VIEWS = {
     *("float", "double", "half", "bfloat16", "type_as", "real", "imag", "as_strided", "ravel", "getitem", "getattr"),
     *("positive", "hsplit", "vsplit", "dsplit", "identity", "requires_grad_", "dropout", "alpha_dropout", "dropout1d"),
     *("dropout2d", "dropout3d", "feature_alpha_dropout", "broadcast_tensors", "atleast_1d", "atleast_2d", "relu6"),
+    *("atleast_3d", "adjoint", "linalg_diagonal", "einsum", "meshgrid", "split_with_sizes", "unsafe_chunk", "cpu"),
+    *("cuda", "conj", "resolve_conj", "resolve_neg", "view_as_complex", "view_as_real", "sum_to_size", "unsafe_split"),
+    *("feature_dropout", "cartesian_prod", "matrix_power", "rename", "refine_names", "pos"),
 }
 """Functions whose result may share memory with their argument."""
 
