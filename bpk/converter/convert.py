@@ -162,8 +162,8 @@ class Rewriting:
             return None
         if rule is None or (function is operator.getitem and not self.is_entry(node)):
             return None
-        stays = not self.only_training_differs(node) if follows_mode else "dropout" in name_of(node)
-        if stays:  # so does dropout that is on in both modes
+        stays = not self.only_training_differs(node) if follows_mode else is_random(node, self.modules)
+        if stays:  # so does what draws in both modes, or in none (dropout, rrelu)
             return None
         try:
             found = convert(

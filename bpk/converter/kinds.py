@@ -61,7 +61,8 @@ def is_random(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     options = [node.kwargs, node.meta[OTHER][1] if OTHER in node.meta else {}]
-    return any(part in name_of(node) for part in RANDOM) or any(o.get("dropout_p") or o.get("dropout") for o in options)
+    name = name_of(node).replace("normalize", "")
+    return any(part in name for part in RANDOM) or any(o.get("dropout_p") or o.get("dropout") for o in options)
 
 
 def computes_size(node: fx.Node, inputs: Iterable[Kind]) -> bool:

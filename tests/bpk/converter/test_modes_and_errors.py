@@ -38,6 +38,31 @@ def test_functional_dropout_follows_the_mode() -> None:
         assert isinstance(converted.get_submodule("dropout1"), PlainFunction)  # always on
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_slopes_that_are_drawn_whatever_the_mode_is(training: bool) -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.rrelu(x, 0.1, 0.9, training)
+
+    x = -torch.ones(40)
+    for mode in (True, False):
+        assert (len(convert(Fixed().train(mode))(x).unique()) > 1) == training
+
+
+def test_weights_that_are_normalised_draw_nothing() -> None:
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, F.normalize(self.weight, dim=1))
+
+    report = convert(Normalised()).conversion_report
+    assert report.direct
+    assert not report.fixed
+
+
 def test_the_mode_stays() -> None:
     model = CharRNN().eval()
     assert not any(m.training for m in convert(model).modules())
