@@ -102,13 +102,14 @@ def select(input: Any, dim: Any, index: Any) -> Conversion:
 def narrow(input: Any, dim: Any, start: Any, length: Any) -> Conversion:
     """`input.narrow(dim, start, length)`."""
     require_constant("the range", start, length)
-    return Conversion(Slicing(at_axis(dim, slice(start, start + length or None))), (input,))
+    stop = None if start < 0 and start + length == 0 else start + length
+    return Conversion(Slicing(at_axis(dim, slice(start, stop))), (input,))
 
 
 def index_select(input: Any, dim: Any, index: Any) -> Conversion:
     """`torch.index_select(input, dim, index)` with a fixed index."""
     require_constant("the index", index)
-    return Conversion(Slicing(at_axis(dim, index.tolist())), (input,))
+    return Conversion(Slicing(at_axis(dim, index.reshape(-1).tolist())), (input,))
 
 
 def at_axis(dim: Any, entry: Any) -> tuple[Any, ...]:

@@ -97,6 +97,10 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Conversi
             raise CannotConvert("the quotient of a fixed tensor and one of the model is not known.")
         return Conversion(Power(-1, input), (other,))
     require_constant("the divisor", other)
+    if isinstance(other, Tensor) and not other.is_floating_point():
+        raise CannotConvert("the divisors are whole numbers, whose inverses have the default precision alone.")
+    if not isinstance(other, Tensor) and other == 0:
+        raise CannotConvert("it divides by zero.")
     return times(input, 1 / other)
 
 

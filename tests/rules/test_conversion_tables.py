@@ -303,12 +303,26 @@ def test_reasons(function: Any, args: tuple[Any, ...], reason: str | None) -> No
     [
         (T.sum, (X, 1), {"dtype": torch.float32}, "precision"),
         (torch.div, (X, Y), {"rounding_mode": "floor"}, "no derivative"),
+        (torch.div, (X, 0), {}, "by zero"),
+        (torch.div, (X, torch.tensor([3])), {}, "whole numbers"),
         (F.dropout, (X, 1.5), {}, "does not give all that Dropout needs"),
     ],
 )
 def test_reasons_by_name(function: Any, args: tuple[Any, ...], options: dict[str, Any], reason: str) -> None:
     with pytest.raises(CannotConvert, match=reason):
         read(function, *args, **options)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 0), (0, 2), (1, 0), (-2, 2), (-2, 1), (-2, 0)])
+def test_narrow(start: int, length: int) -> None:
+    x = tensor(2, 4)
+    found = read(torch.narrow, x, 1, start, length)
+    assert torch.equal(found.module(x.value), x.value.narrow(1, start, length))
+
+
+def test_one_index_keeps_its_axis() -> None:
+    x, index = tensor(2, 4), torch.tensor(1)
+    assert torch.equal(read(torch.index_select, x, 1, index).module(x.value), x.value.index_select(1, index))
 
 
 def test_mode() -> None:
