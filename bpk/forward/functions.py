@@ -171,7 +171,7 @@ def subclasses(base: type[torch.autograd.Function]) -> Iterator[type[torch.autog
 
 def depends(function: Callable[..., tuple[Tensor, ...]], given: Sequence[Series]) -> bool:
     """Whether any result of a function has a derivative in what it is given."""
-    if any(s.value.is_inference() for s in given):
+    if is_transformed() or any(s.value.is_inference() for s in given):
         return True
     with torch.enable_grad():
         return any(x.requires_grad for x in function(*(s.value.detach().requires_grad_() for s in given)))
@@ -223,6 +223,9 @@ def written(func: Any, target: Any, result: Any) -> Any:
         raise refused(
             func, why, "write y = y + x in place of y += x, and torch.stack or torch.cat in place of y[k] = x."
         )
+    if is_transformed():
+        why = "it works in place, and inside of a transform of torch.func memory cannot be compared."
+        raise refused(func, why, "work out of place.")
     storage = target.series.value.untyped_storage()
     memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
     others = [other.series.value for other in list(target.propagation.alive.values()) if other is not target]

@@ -155,6 +155,23 @@ def test_memory_that_nobody_looks_at_any_more() -> None:
     check(Function(function), torch.randn(N, D), order=2)
 
 
+def test_inside_of_a_transform() -> None:
+    """Functions without a rule go through; those in place are refused by name."""
+    model, x = (
+        Function(lambda m, x: x * m.scale * x.detach().abs().amax(1, keepdim=True) + x.amax(1)[:, None]),
+        torch.ones(N, D),
+    )
+
+    def loss(scale: Tensor, function: nn.Module) -> Tensor:
+        return bpk.laplacian(
+            Function(lambda m, y: torch.func.functional_call(function, {"scale": scale}, (y,))), x
+        ).sum()
+
+    torch.func.grad(loss)(model.scale.detach(), model)
+    with pytest.raises(UnsupportedLayer, match="memory cannot be compared"):
+        torch.func.grad(loss)(model.scale.detach(), Function(lambda m, x: (x * m.scale).add_(1)))
+
+
 @pytest.mark.parametrize("n", [0, N])
 def test_nothing_to_differentiate(n: int) -> None:
     """Without samples, without features, without directions, without outputs."""
