@@ -29,6 +29,7 @@ from bpk.plan.samples.given import (
     is_told,
     of_what_was_given,
     rows_in_order,
+    with_last_call,
 )
 from bpk.plan.samples.hypotheses import (
     hypotheses,
@@ -57,10 +58,12 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
         UnsupportedLayer: If a row feeds several samples.
     """
     require_rows(root, sources)
+    check = partial(check_hypothesis, root, above, sources)
+    picked = cache(partial(picked_rows, root, above, sources))
+    above = with_last_call(root, above)  # for what it tells of the data; what is tested are rows of calls behind it
     known = any(axis_of_data(record) is not None for record in above)
     layouts = (True, False) if known else (False,)
-    tests = [partial(check_hypothesis, root, above, sources, laid_out) for laid_out in layouts]
-    picked = cache(partial(picked_rows, root, above, sources))
+    tests = [partial(check, laid_out) for laid_out in layouts]
     refusal: UnsupportedLayer | LastResort | None = None
     for laid_out, test in zip(layouts, tests, strict=True):
         try:
@@ -72,7 +75,7 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> tuple[int,
             return found
     assert refusal is not None
     if not isinstance(refusal, LastResort) and any(map(is_of_data, above)):  # what all samples share may be data, too
-        test = partial(check_hypothesis, root, above, sources, False, any_shared=True)
+        test = partial(check, False, any_shared=True)
         with suppress(UnsupportedLayer):
             return first_that_holds(root, above, test, picked, laid_out=False)
     raise refusal

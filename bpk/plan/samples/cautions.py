@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain, warn
-from bpk.plan.samples.given import axis_of_data, is_given_data, is_of_data, is_told
-from bpk.plan.samples.hypotheses import are_listed
+from bpk.plan.samples.given import axis_of_data, follows_data, free_axes, is_given_data, is_of_data, is_told
+from bpk.plan.samples.hypotheses import are_listed, one_by_one
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -23,11 +24,14 @@ ROWS: WeakSet[nn.Module] = WeakSet()
 TOLD: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told that the axis of samples is a guess."""
 
+AXES: WeakSet[nn.Module] = WeakSet()
+"""Losses whose user has been told that samples seem to be along another axis."""
+
 PARTED: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told that others see other rows."""
 
 
-def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
+def caution_batch_of_one(root: Record, above: list[Record], n: int) -> None:
     """Tell the user once where rows are taken for samples, and the model was given a single one.
 
     Functions have merged axes in front of all layers then; nothing tells samples from steps of one sample.
@@ -38,7 +42,7 @@ def caution_batch_of_one(root: Record, above: Sequence[Record], n: int) -> None:
     given = [shape[0] for record in above for shape in record.given if shape]
     if n < 2 or not given or n in given or root.module in CAUTIONED:
         return
-    if are_listed(above, n):
+    if are_listed(above, n) or one_by_one(root, above):
         return
     CAUTIONED.add(root.module)
     warn(
@@ -76,15 +80,23 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
 
     Functions have picked or repeated rows of data in front of all layers then, any number of each sample
     (`layer(x[mask])`). Merged axes of the first tensor that it was given are no guess, nor are several tensors one
-    behind another, nor calls that keep the axis of samples.
+    behind another, nor calls that keep the axis of samples. Without a loss, there may be fewer rows, too (experts).
     """
-    if n < 2 or root.module in ROWS:
+    if root.module in ROWS:
         return
     given = [shape for shapes in {id(r.given): r.given for r in above}.values() for shape in shapes if shape]
     counts, count = [shape[0] for shape in given], root.batch_size
-    if 1 in counts[:1] or not counts or max(counts) >= count or count == merged_rows(given[0]):
+    if not counts:
         return
-    if sum(counts) == count and len({shape[1:] for shape in given}) == 1:
+    fewer = not root.is_loss and count < min(counts) and not any(count in shape[:2] for shape in given)
+    if (
+        (n < 2 and not fewer)
+        or counts[0] == 1
+        or (max(counts) >= count and not fewer)
+        or count == merged_rows(given[0])
+    ):
+        return
+    if root.is_loss and sum(counts) == count and len({shape[1:] for shape in given}) == 1:
         return
     if are_listed(above, count):
         return
@@ -98,7 +110,7 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
     warn(
         explain(
             f"The model was given {counts[0]} rows, and of the {count} rows of '{root.path}' {groups}.",
-            "functions pick or repeat rows in front of all layers, and nothing tells which sample these are of.",
+            "functions pick, repeat or join rows in front of all layers, and nothing tells which sample these are of.",
             "pick them behind the first layer, or ignore those that do not count in the loss (ignore_index, weights).",
         )
     )
@@ -130,6 +142,47 @@ def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[
             "use a batch that is not as large as the second axis is long, or a layer in front of the functions.",
         )
     )
+
+
+def caution_axis(root: Record, above: Sequence[Record], n: int, rows: Mapping[Record, Tensor]) -> None:
+    """Tell the user once where the rows of a loss do not seem to be what the model was given rows of.
+
+    These are along its second axis, as where heads or draws are stacked in front of the batch (`torch.stack`), or steps
+    come first; or, where rows are as many as were given, calls that read the data tell that they are others.
+    """
+    given = {record.given[0] for record in above if record.given and record.given[0]}
+    told = root.module in AXES or root.module in ROWS
+    if n < 2 or len(given) != 1 or told or any(record.knows_batch for record in above):
+        return
+    ((shape,), seen) = given, root.inputs[0].shape
+    free = seen[1:] if root.is_loss else free_axes(root) or ()  # the others of a layer are features
+    second = root.batch_size == n and free[:1] == shape[:1]
+    if are_listed(above, n) and not (second and len(shape) == 2 < len(seen)):  # bags of instances; images
+        return
+    if shape[0] == n and not any(is_elsewhere(record, rows.get(record), n) for record in above):
+        return
+    may_be_classes = len(seen) == 2 and (n in shape or any(record.shifted for record in above))
+    if shape[0] != n and (not second or may_be_classes):
+        return
+    AXES.add(root.module)
+    warn(
+        explain(
+            f"The {n} rows of '{root.path}' are taken for samples, and do not seem to be the {shape[0]} that the model "
+            "was given.",
+            "samples are along the first axis of what a loss is given, and the model's seem to be along another one.",
+            "give the loss samples first: x.transpose(0, 1), torch.stack(..., 1). If its rows are samples, nothing is "
+            "needed.",
+        )
+    )
+
+
+def is_elsewhere(record: Record, rows: Tensor | None, n: int) -> bool:
+    """Whether a call that reads all data has other samples than these (`None`: in order) along their first axis."""
+    if not record.reads_data or record.reads_piece or record.batch_size != n:
+        return False
+    if rows is None:  # nothing to compute, nor to wait for
+        return axis_of_data(record) not in (None, record.shifted)
+    return not follows_data(record, rows, torch.ones_like(rows, dtype=torch.bool), n)
 
 
 def caution_parts(losses: Mapping[Record, tuple[Sequence[Record], Mapping[Record, Tensor]]]) -> None:

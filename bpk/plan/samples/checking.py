@@ -34,6 +34,8 @@ def check_hypothesis(
     on whatever calls, as long as others are given the samples (a support set beside queries).
     """
     numbers = numbers.to(root.inputs[0].device)
+    if laid_out and not root.is_loss and not follows_data(root, numbers, torch.ones_like(numbers).bool(), n):
+        raise mixed(f"the last call, '{root.path}', has them in another order than the data of the model")
     if proven := by_form(root, above, sources, numbers, n, movable):
         for record in above if laid_out else ():
             if not follows_data(record, proven[record], torch.ones_like(proven[record]).bool(), n):

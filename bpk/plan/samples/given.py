@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from bpk.recording.record import Record
 
 
+def with_last_call(root: Record, above: list[Record]) -> list[Record]:
+    """The calls that may have been given data: those behind a loss; the last call, too, if no loss is extended."""
+    return above if root.is_loss else [*above, root]
+
+
 def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
     """Hypotheses that a model has as many samples as its first tensor has rows, to be tried before all others.
 

@@ -13,7 +13,7 @@ from bpk.jacobians.core.function_module import Plain
 from bpk.plan.samples.attribution import attribute
 from bpk.plan.samples.findings import AllSamplesInside, NotInFront
 from bpk.plan.samples.forms import Form, confirms, form_of, recall, remember
-from bpk.plan.samples.given import of_what_was_given
+from bpk.plan.samples.given import of_what_was_given, with_last_call
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.samples.proofs import prove
 from bpk.plan.sources import Sources
@@ -214,5 +214,6 @@ def is_moved(root: Record, above: list[Record], sources: Sources, second_order: 
             for producer, edge in source.targets:
                 if not producer.aligned and producer.out_axis(producer.places[edge[1]]):
                     return True
-    before = any(r.params and r.given and r.given[0][:1] != (n,) for r in above)  # functions in front of all layers
-    return before and bool(of_what_was_given(root, above))
+    calls = with_last_call(root, above)
+    before = any(r.params and r.given and r.given[0][:1] != (n,) for r in calls)  # functions in front of all layers
+    return before and bool(of_what_was_given(root, calls))
