@@ -34,7 +34,7 @@ from bpk.plan.samples.cautions import (
 )
 from bpk.plan.samples.given import with_last_call
 from bpk.plan.samples.placement import Placement, one_sample
-from bpk.plan.samples.rows import Attribution
+from bpk.plan.samples.rows import Attribution, require_undissolved
 from bpk.plan.samples.whole_batch import place_or_merge
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
@@ -90,6 +90,9 @@ class Inspection:
             for root in roots:
                 require_axis(self.extensions, [root, *self.sources.upstream(root)])  # if that is why
             raise
+        for placement in found.values():
+            if placement.left:
+                require_undissolved(self.placed, placement.left)
         if merges:
             self.merged = Attribution(mixed=True)
         if may_join(self.extensions):

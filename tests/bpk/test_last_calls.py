@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
 
 T, D, C = 3, 4, 2
 
@@ -76,6 +77,28 @@ def test_the_table_of_a_vector_quantised_autoencoder_has_as_many_samples_as_its_
         objective(x).backward()
     for k, p in enumerate(params.values()):
         torch.testing.assert_close(p.grad_batch, torch.stack([row[k] for row in rows]))
+
+
+class TwoTowers(nn.Module):
+    """Scores of pairs, and of each query with all keys of the batch, whose rows feed all samples there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.scale = nn.Linear(D, C), nn.Linear(T, C), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = self.query(x), self.key(y)
+        return q @ k.T * self.scale, (q * k).sum(1, keepdim=True) * self.scale
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_layers_that_one_result_has_with_samples_and_another_one_without_are_refused(swapped: bool) -> None:
+    """What had come by the first of them was lost without a word."""
+    model = bpk.extend(TwoTowers())
+    results = model(torch.randn(4, D), torch.randn(4, T))[:: -1 if swapped else 1]
+    with bpk.backpack(E.BatchGrad()), pytest.raises(UnsupportedLayer, match=r"'key' \(Linear\) differently"):
+        (results[0].sum() + results[1].sum()).backward()
+    assert not hasattr(model.key.weight, "grad_batch")
 
 
 class Stacked(nn.Module):

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bpk.jacobians.core.call import index_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.recording.graph.ownership import DISSOLVED
+from bpk.recording.membership import path_of
 from bpk.recording.record import Record
 
 
@@ -42,19 +44,19 @@ class Attribution:
             if samples is not None or self.samples:
                 self.add_one(record, samples, n)
             elif self.sizes.setdefault(record, n) != n:
-                raise disagree(record)
+                raise disagree(record.module)
 
     def add_one(self, record: Record, samples: Tensor | None, n: int) -> None:
         """The same about one call, where rows are not the samples in order everywhere."""
         known = self.samples.get(record)
         if samples is not None and known is not None and len(samples) == len(known):
             if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):
-                raise disagree(record)
+                raise disagree(record.module)
             samples = torch.where(samples < 0, known, samples)
         elif record in self.sizes and (samples is None) != (known is None):
-            raise disagree(record)
+            raise disagree(record.module)
         if self.sizes.setdefault(record, n) != n:
-            raise disagree(record)
+            raise disagree(record.module)
         if samples is not None:
             self.samples[record] = samples
 
@@ -82,11 +84,23 @@ def completed(samples: Tensor, n: int) -> Tensor:
     return torch.where(samples < 0, guess, samples)
 
 
-def disagree(record: Record) -> UnsupportedLayer:
+def require_undissolved(placed: Iterable[Record], left: Iterable[nn.Module]) -> None:
+    """Refuse layers that were left to autograd after the pass had counted on their calls elsewhere.
+
+    Their rows are samples behind one result of a model, and feed all samples behind another one (the negatives of a
+    batch), which is looked at later where no loss is extended. What comes by the first would be lost.
+    """
+    for record in placed:
+        if record.params and record.module is DISSOLVED:
+            lost = set(map(id, record.params.values()))
+            raise disagree(next((m for m in left if not lost.isdisjoint(map(id, m.parameters()))), record.module))
+
+
+def disagree(module: nn.Module) -> UnsupportedLayer:
     """The refusal where two losses of one pass see samples differently."""
     return UnsupportedLayer(
         explain(
-            f"Two losses see the samples at {record.where} differently.",
+            f"Two losses see the samples at '{path_of(module)}' ({type(module).__name__}) differently.",
             "they have different numbers of samples, or different orders, so that contributions cannot be added up.",
             "give all losses of one backward pass the same samples in the same order, batch axis first; or use one "
             "backward pass for each.",
