@@ -40,7 +40,9 @@ from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
 from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch
 from bpk.recording import engine
+from bpk.recording.context.state import CTX
 from bpk.recording.graph.side_effects import HookedTensors
+from bpk.recording.membership import around
 from bpk.recording.record import Record
 
 
@@ -200,8 +202,12 @@ class Inspection:
 
     def require_fields(self, models: Iterable[nn.Module], reached: Container[int]) -> None:
         """The pass is over: say which parameters it has trained without passing an extended loss."""
-        if self._outside is not None and self._outside.leaves:
-            require_fields(models, self._outside, reached, self.extensions)
+        if self._outside is None:
+            return
+        lost = {id(leaf) for leaf in self._outside.leaves if leaf.requires_grad and id(leaf) not in reached}
+        if lost:  # also of a module of which no call was recorded, such as learned weights of losses
+            holders = [m for m in CTX.all_modules() if not lost.isdisjoint(map(id, m._parameters.values()))]
+            require_fields(around([*models, *holders])[1], lost, self.extensions)
 
     def require_samples(self, records: Iterable[Record]) -> None:
         """Refuse samples that are not there."""

@@ -155,20 +155,16 @@ def require_no_penalty(records: Iterable[Record], sources: Sources, outside: Out
                 )
 
 
-def require_fields(
-    models: Iterable[nn.Module], outside: Outside, reached: Container[int], extensions: Iterable[Quantity]
-) -> None:
+def require_fields(models: Iterable[nn.Module], lost: Container[int], extensions: Iterable[Quantity]) -> None:
     """Refuse, or tell of once, parameters of extended models that get a gradient, but pass no extended loss.
 
     Args:
         models: The outermost extended modules.
-        outside: What the objective has beside extended losses.
-        reached: By `id`: the parameters that get fields.
+        lost: By `id`: the parameters that get no fields, which the objective has beside extended losses.
         extensions: The active ones.
     """
-    leaves = {id(leaf) for leaf in outside.leaves if leaf.requires_grad}
     for model in models:
-        missing = [name for name, p in model.named_parameters() if id(p) in leaves and id(p) not in reached]
+        missing = [name for name, p in model.named_parameters() if id(p) in lost]
         stops = [e for e in extensions if e.fail_mode == FAIL_ERROR]
         warns = [e for e in extensions if e.fail_mode == FAIL_WARN]
         if not missing or not (stops or (warns and model not in TOLD)):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.function_module import FunctionModule
+from bpk.jacobians.losses.loss import GENERIC_LOSS
 from bpk.jacobians.rule import Rule
 
 
@@ -27,6 +28,11 @@ class Treatment(enum.Enum):
     PASSAGE = "the same, and its results are marked: parameters of its module are used somewhere before them"
 
 
+def is_of_numbers(binding: Binding, results: Mapping[int, Tensor]) -> bool:
+    """Whether a call makes numbers of numbers (a weighted sum of losses): it has no rows that could be samples."""
+    return bool(binding.inputs) and not any(x.dim() for x in (*binding.inputs, *results.values()))
+
+
 def treatment_of(
     module: nn.Module,
     rule: Rule | None,
@@ -35,6 +41,8 @@ def treatment_of(
     params: Mapping[str, Tensor] | None,
 ) -> Treatment:
     """What is done about a call."""
+    if (rule is None or rule is GENERIC_LOSS) and is_of_numbers(binding, results):
+        return Treatment.LEAVE
     if params is None:
         return Treatment.PASSAGE
     for p in params.values():

@@ -177,6 +177,58 @@ def test_pairs_that_a_model_joins_are_samples_of_an_extended_loss_and_else_a_gue
         F.mse_loss(model(x, y), torch.zeros(3, C)).backward()
 
 
+class AddingUp(nn.Module):
+    """A weighted sum of losses, inside of a model or beside it."""
+
+    def __init__(self, learned: bool) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(2)) if learned else torch.ones(2)
+
+    def forward(self, *losses: Tensor) -> Tensor:
+        return (self.weights * torch.stack(losses)).sum()
+
+
+class WithLoss(nn.Module):
+    """Returns the loss of its two heads."""
+
+    def __init__(self, adding_up: nn.Module | None) -> None:
+        super().__init__()
+        self.body, self.heads, self.adding_up = nn.Linear(D, C), nn.ModuleList(nn.Linear(C, C) for _ in "ab"), adding_up
+
+    def forward(self, x: Tensor, adding_up: nn.Module | None = None) -> Tensor:
+        losses = [head(self.body(x).tanh()).pow(2).mean() for head in self.heads]
+        return (adding_up or self.adding_up)(*losses)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_that_adds_losses_up_has_no_samples(learned: bool, inside: bool) -> None:
+    """It was taken for the last call, with one row: all samples were one."""
+    n, adding_up = 5, AddingUp(learned)
+    model, x = WithLoss(adding_up if inside else None).double(), torch.randn(n, D, dtype=torch.double)
+    args = () if inside else (adding_up,)
+    rows = [torch.autograd.grad(model(each[None], *args) / n, model.body.weight)[0] for each in x]
+    bpk.extend(adding_up)
+    bpk.extend(model)
+    with bpk.backpack(E.BatchGrad()), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(x, *args).backward()
+    torch.testing.assert_close(model.body.weight.grad_batch, torch.stack(rows))
+    assert any("gets no field" in str(each.message) for each in caught) == learned
+
+
+def test_second_order_passes_a_module_that_adds_extended_losses_up() -> None:
+    model, adding_up, losses = bpk.extend(nn.Linear(D, C)), bpk.extend(AddingUp(False)), bpk.extend(nn.MSELoss())
+    x, y = torch.randn(5, D), torch.randn(2, 5, C)
+    found = []
+    for both in (adding_up, lambda a, b: a + b):
+        out = model(x)
+        with bpk.backpack(E.DiagGGNExact()):
+            both(losses(out, y[0]), losses(out, y[1])).backward()
+        found.append(model.weight.diag_ggn_exact)
+    torch.testing.assert_close(*found)
+
+
 class Experts(nn.Module):
     """Each row goes to one of two layers."""
 
