@@ -87,8 +87,8 @@ class Parameters:
         """Some columns (of so many, if that is known) have reached all uses of a parameter: keep what comes of them."""
         state, found = self.state_of(param), self.uses_for(param, key, uses, batch_size)
         combining = None
-        all_combine = all(extension.combines for _, extension in self.listening[key])
-        if not all_combine and (self.more_losses or key in state.pending):  # what is no sum over losses needs all
+        others = self.more_losses or key in state.pending
+        if others and not all(extension.combines for _, extension in self.listening[key]):  # what is no sum needs all
             before, n = state.pending.get(key, ([], batch_size))
             state.pending[key] = merged(before, [without_graph(use, batch_size) for use in uses]), n
             combining = True

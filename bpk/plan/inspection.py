@@ -129,7 +129,8 @@ class Inspection:
             self.merged.add(records, {record: one_sample(record) for record in records}, 1)
         for record in records:
             for source in self.sources[record].values():
-                require_statistics_unread(source, self.second_order)
+                if source.nodes:
+                    require_statistics_unread(source, self.second_order)
                 if source.trained:
                     self.by_functions.update(map(id, source.trained))
         require_own(records)

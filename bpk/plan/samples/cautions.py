@@ -152,14 +152,16 @@ def caution_axis(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
     """
     given = {record.given[0] for record in above if record.given and record.given[0]}
     told = root.module in AXES or root.module in ROWS
-    if n < 2 or len(given) != 1 or told or any(record.knows_batch for record in above):
+    if n < 2 or len(given) != 1 or told:
         return
     ((shape,), seen) = given, root.inputs[0].shape
+    if shape[0] == n and not [r for r in above if r.reads_data and is_elsewhere(r, rows.get(r), n)]:
+        return
+    if any(record.knows_batch for record in above):
+        return
     free = seen[1:] if root.is_loss else free_axes(root) or ()  # the others of a layer are features
     second = root.batch_size == n and free[:1] == shape[:1]
     if are_listed(above, n) and not (second and len(shape) == 2 < len(seen)):  # bags of instances; images
-        return
-    if shape[0] == n and not any(is_elsewhere(record, rows.get(record), n) for record in above):
         return
     may_be_classes = len(seen) == 2 and (n in shape or any(record.shifted for record in above))
     if shape[0] != n and (not second or may_be_classes):
@@ -177,8 +179,8 @@ def caution_axis(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
 
 
 def is_elsewhere(record: Record, rows: Tensor | None, n: int) -> bool:
-    """Whether a call that reads all data has other samples than these (`None`: in order) along their first axis."""
-    if not record.reads_data or record.reads_piece or record.batch_size != n:
+    """Whether a call that reads all data has others than these samples (`None`: in order) along their first axis."""
+    if record.reads_piece or record.batch_size != n:
         return False
     if rows is None:  # nothing to compute, nor to wait for
         return axis_of_data(record) not in (None, record.shifted)
