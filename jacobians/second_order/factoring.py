@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.eigendecomposition import eigh
-from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
+from bpk.jacobians.core.numeric import is_differentiated, wide
 from bpk.jacobians.core.products import Differentiable
 from bpk.jacobians.core.side_by_side import as_rows, beside, taken_apart
 from bpk.jacobians.second_order.bordered import Bordered, corner, rows_by_sample
@@ -150,7 +150,16 @@ def _columns_of_blocks(
 
 def of_diagonal(diag: Tensor) -> tuple[Tensor, Tensor]:
     """Columns `[D, N, *in]` and signs `[D, N]` of diagonal matrices `[N, *in]`."""
-    return one_hot(safe_sqrt(diag.abs())), as_rows(diag).sign().T
+    roots, signs = signed_roots(diag)
+    return one_hot(roots), as_rows(signs).T
+
+
+def signed_roots(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Roots `r` and signs `s` with `s r^2 = x`, also in derivatives: those of a root end where an entry is zero."""
+    if not is_differentiated():
+        return x.abs().sqrt(), x.sign()
+    roots = torch.where(x == 0, 1.0, x.abs()).sqrt().detach()
+    return roots, x / roots.square()
 
 
 def one_hot(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.context import CTX
+from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.helpers import FIELDS, FIRST_ORDER, backward, data, extended, mlp, saved, values
 from tests.references.compare import ALL, ON_ANY_GRAPH, agrees
 from tests.references.reference import Reference
@@ -335,6 +336,83 @@ def test_create_graph_by_finite_differences(extension: type, build: Callable[[],
             for p, d in zip(params, direction, strict=True):
                 p.sub_(d, alpha=sign * eps)
     torch.testing.assert_close(found, (shifted[0] - shifted[1]) / (2 * eps), rtol=1e-5, atol=1e-8)
+
+
+class Between(nn.Module):
+    """Layers with a function in between."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 6).double(), nn.Linear(6, 3).double(), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+def centred(h: Tensor) -> Tensor:
+    return torch.relu(h) - h.mean(1, keepdim=True)
+
+
+def normalised(h: Tensor) -> Tensor:
+    return nn.functional.layer_norm(h.sin(), h.shape[1:])
+
+
+def at_zero() -> nn.Module:
+    """A first layer that starts at zero, where tanh has no second derivative, but a third one."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    for p in model[0].parameters():
+        nn.init.zeros_(p)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("extension", "build"),
+    [
+        (E.HMP, lambda: Between(centred)),
+        (E.PCHMP, lambda: Between(centred)),
+        (E.GGNMP, lambda: Between(torch.tanh)),
+        (E.DiagHessian, at_zero),
+    ],
+)
+def test_create_graph_at_rare_places(extension: type, build: Callable[[], nn.Module]) -> None:
+    """Products that pass functions, and second derivatives that are zero: by finite differences."""
+    torch.manual_seed(0)
+    model, loss_fn = extended(build())
+    x, y = data()
+    params = list(model.parameters())
+    vectors, direction = [[torch.randn_like(p) for p in params] for _ in range(2)]
+
+    def total(create_graph: bool) -> Tensor:
+        with bpk.backpack(extension()):
+            loss_fn(model(x), y).backward(create_graph=create_graph)
+        fields = [getattr(p, FIELDS[extension]) for p in params]
+        pairs = zip(fields, vectors, strict=True)
+        return sum(((f if isinstance(f, Tensor) else f(v)) * v).sum() for f, v in pairs)
+
+    grads = torch.autograd.grad(total(True), params)
+    found = sum((g * d).sum() for g, d in zip(grads, direction, strict=True))
+    eps, shifted = 1e-5, []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for p, d in zip(params, direction, strict=True):
+                p.add_(d, alpha=sign * eps)
+        shifted.append(total(False).detach())
+    torch.testing.assert_close(found, (shifted[0] - shifted[1]) / (2 * eps), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("extension", "function"),
+    [(E.DiagHessian, torch.tanh), (E.GGNMP, normalised)],
+)
+@pytest.mark.parametrize("fits", [False, True], ids=["", "at a gradient of zero"])
+def test_create_graph_refused_behind_functions(
+    extension: type, function: Callable[[Tensor], Tensor], fits: bool
+) -> None:
+    model, loss_fn = extended(Between(function), nn.MSELoss())
+    x, _ = data()
+    target = model(x).detach() if fits else torch.ones(len(x), 3, dtype=x.dtype)
+    with pytest.raises(UnsupportedLayer, match=r"nonlinear function before 'last'"), bpk.backpack(extension()):
+        loss_fn(model(x), target).backward(create_graph=True)
 
 
 def test_without_create_graph_nothing_is_attached() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt
+from bpk.jacobians.second_order.factoring import signed_roots
 from bpk.plan.samples.rows import slots, to_samples
 
 Chunk = tuple[Mapping[Wrt, Tensor], Tensor | None]
@@ -64,13 +65,13 @@ def as_lazy(columns: Mapping[Wrt, Tensor], signs: Tensor | None, name: Hashable 
 def diagonal(diag: Tensor) -> LazyColumns:
     """A diagonal residual `[N, *in]`: each column has one entry per sample."""
     flat = diag.flatten(1) if diag.dim() > 1 else diag[:, None]
-    root, signs = flat.abs().sqrt(), flat.sign().T
+    root, signs = signed_roots(flat)
 
     def make(start: int, stop: int) -> Chunk:
         here = torch.arange(start, stop, device=diag.device)
         columns = flat.new_zeros(stop - start, *flat.shape)
         columns[here - start, :, here] = root.T[start:stop]
-        return {0: columns.reshape(len(columns), *diag.shape)}, signs[start:stop]
+        return {0: columns.reshape(len(columns), *diag.shape)}, signs.T[start:stop]
 
     return LazyColumns(flat.shape[1], make)
 

@@ -17,7 +17,12 @@ from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.ports import Port
 from bpk.sweeps.curvature import Curvature
-from bpk.sweeps.stretches.no_second_derivative import differentiable_twice, require_curvature, require_products
+from bpk.sweeps.stretches.no_second_derivative import (
+    differentiable_twice,
+    require_curvature,
+    require_derivative_of_products,
+    require_products,
+)
 from bpk.sweeps.stretches.residual import Group, StretchResidual
 
 
@@ -48,6 +53,8 @@ class LinearisedStretch:
         merged: bool = False,
     ) -> None:
         require_products(source)
+        if torch.is_grad_enabled():
+            require_derivative_of_products(source)
         self.names = names
         self.where = source.consumer.where
         self.samples = samples

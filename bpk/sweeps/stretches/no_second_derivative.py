@@ -27,11 +27,12 @@ CONSTANT = {
 }
 """Functions whose gradient autograd takes for a constant, without saying so: why, and what can be written instead."""
 
-ONCE_IN_GRADIENTS = frozenset(
-    f"{kind}BackwardBackward0" for kind in ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
-)
+NORMALIZATIONS = ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
+"""Functions whose statistics torch takes for constants in third derivatives."""
+
+ONCE_IN_GRADIENTS = frozenset(f"{kind}BackwardBackward0" for kind in NORMALIZATIONS)
 """What torch calls the gradient of a gradient (where the forward pass asks for one: forces), if its own derivative is
-right, and the next one is not: statistics of normalisations count as constants there."""
+right, and the next one is not."""
 
 ONCE = (
     "is not implemented",
@@ -136,6 +137,23 @@ def require_curvature(source: Source) -> None:
                 "other functions: (x - x.mean(-1, keepdim=True)) * (x.var(-1, False, keepdim=True) + eps).rsqrt().",
             )
         )
+
+
+def require_derivative_of_products(source: Source) -> None:
+    """Refuse functions of which products with the Jacobian have derivatives that are wrong."""
+    if source.functions & {f"{kind}Backward0" for kind in NORMALIZATIONS}:
+        raise not_differentiable(source, "torch takes statistics of normalisations for constants in third derivatives")
+
+
+def not_differentiable(source: Source, reason: str) -> UnsupportedLayer:
+    """What to say where fields have no graph of their own."""
+    return UnsupportedLayer(
+        explain(
+            f"Fields cannot be differentiated behind the nonlinear function before {source.consumer.where}.",
+            f"{reason}, and create_graph=True asks for its derivative.",
+            "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or leave create_graph out.",
+        )
+    )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source, pull_columns
 from bpk.recording.graph.ports import OneSample, Port
-from bpk.sweeps.stretches.no_second_derivative import require_curvature
+from bpk.sweeps.stretches.no_second_derivative import not_differentiable, require_curvature
 
 
 class StretchProducts:
@@ -75,7 +75,13 @@ class StretchProducts:
         if not any(g.requires_grad for g in self.gradients):
             return True
         found = self.product([draw((1, *shape), self.grad, k) for k, shape in enumerate(self.all_shapes)])
-        return not any(bool(mat.any()) for mat in found)
+        if any(bool(mat.any()) for mat in found):
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        with torch.no_grad():  # where a gradient is zero, and products are, their derivatives need not be
+            grad = self.grad[0] if self.merged else self.grad
+            return StretchProducts(self.source, draw(grad.shape, grad, 0), self.rows, self.merged).is_zero
 
     def require_samples(self) -> None:
         """Without known rows, those of targets must be the samples, like those at the end."""
@@ -92,11 +98,4 @@ class StretchProducts:
     def require_values_only(self) -> None:
         """Columns are found by eigenvalues of what autograd gives, and have no graph of their own."""
         if torch.is_grad_enabled():
-            where = self.source.consumer.where
-            raise UnsupportedLayer(
-                explain(
-                    f"Fields cannot be differentiated behind the nonlinear function before {where}.",
-                    "its second derivative is taken apart numerically, and create_graph=True asks for its derivative.",
-                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or leave create_graph out.",
-                )
-            )
+            raise not_differentiable(self.source, "its second derivative is taken apart numerically")

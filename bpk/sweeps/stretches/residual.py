@@ -42,6 +42,7 @@ class StretchResidual(SampleBySample):
             if self.is_zero:
                 return None
             self.require_samples()
+            self.require_values_only()
             alone = self.rows is None and not self.source.trained
             return self.of_targets_alone() if alone else self.by_sample(balanced=False)
 
