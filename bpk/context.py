@@ -81,6 +81,14 @@ class backpack(Settings):
                     "pass a function of a module: extension_hook=lambda module: ...",
                 )
             )
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise ValueError(
+                explain(
+                    f"backpack(..., grad_scaler={grad_scaler!r}) is no GradScaler.",
+                    "fields are divided by the scale that it has when the backward pass runs.",
+                    "pass the scaler itself: grad_scaler=scaler.",
+                )
+            )
         chunk_size, memory = positive("chunk_size", chunk_size), positive("memory", memory)
         super().__init__(extensions, extension_hook, debug, retain_graph, chunk_size, memory, grad_scaler=grad_scaler)
         self._opened: list[Opened] = []

@@ -29,8 +29,8 @@ def require_options(extension: type, options: Iterable[str]) -> None:
             )
 
 
-def checked_indices(subsampling: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Sample indices as a tuple; refuses negative and non-integer ones."""
+def checked_indices(subsampling: Sequence[int] | None, option: str = "subsampling") -> tuple[int, ...] | None:
+    """Sample indices as a tuple; refuses negative and non-integer ones. `option` is what took them."""
     if subsampling is None:
         return None
     given = subsampling.tolist() if isinstance(subsampling, Tensor) else subsampling
@@ -39,9 +39,9 @@ def checked_indices(subsampling: Sequence[int] | None) -> tuple[int, ...] | None
     if not isinstance(given, Iterable) or not whole:
         raise ValueError(
             explain(
-                f"subsampling={subsampling!r} is not a list of sample indices.",
+                f"{option}={subsampling!r} is not a list of sample indices.",
                 "each index names one sample of the batch, from 0 to N - 1.",
-                "pass for example subsampling=[0, 2, 5].",
+                f"pass for example {option}=[0, 2, 5].",
             )
         )
     return tuple(int(i) for i in indices)

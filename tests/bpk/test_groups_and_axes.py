@@ -197,7 +197,13 @@ def test_groups_count_the_samples_that_are_considered() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "says"),
-    [([[0, 0]], "once"), ([[]], "at least one"), ([[0], [-1]], "indices"), ([[0], [5]], "index 5 is out of range")],
+    [
+        ([[0, 0]], "once"),
+        ([[]], "at least one"),
+        ([[0], [-1]], r"groups\[1\]=\[-1\] is not"),
+        ([], "at least one group"),
+        ([[0], [5]], "index 5 is out of range"),
+    ],
 )
 def test_groups_are_checked(groups: list[list[int]], says: str) -> None:
     model, loss_fn = extended()

@@ -114,6 +114,10 @@ def product_of_an_array() -> None:
 
 
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a scale in place of a scaler": (
+        lambda: bpk.backpack(grad_scaler=2.0),  # type: ignore[arg-type]
+        "grad_scaler=2.0(?s:.*)pass the scaler itself",
+    ),
     "a hook that is none": (lambda: bpk.backpack(extension_hook=3), "extension_hook=3(?s:.*)cannot be called"),  # type: ignore[arg-type]
     "a list": (lambda: bpk.backpack([E.BatchGrad()]), r"backpack\(\*extensions\)"),  # type: ignore[arg-type]
     "a norm in words": (lambda: E.ClippedGrad("1"), "max_norm must be a positive number, got '1'"),  # type: ignore[arg-type]

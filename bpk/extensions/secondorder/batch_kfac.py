@@ -54,8 +54,10 @@ class BatchKFLR(SquareRootExtension):
 
     def __init__(self, groups: Groups | None = None, subsampling: Sequence[int] | None = None) -> None:
         super().__init__(subsampling)
-        self.groups = None if groups is None else tuple(of_group(group) for group in groups)
+        self.groups = None if groups is None else tuple(of_group(group, k) for k, group in enumerate(groups))
         if self.groups is not None:
+            if not self.groups:
+                raise ValueError(f"groups has at least one group, got {groups!r}.")
             self.over_batches = OF_ONE_BATCH
 
     def value(self, uses: Uses) -> list[Tensor]:
@@ -115,9 +117,9 @@ class BatchKFAC(SampledRootExtension, BatchKFLR):
         self.mc_samples = positive("mc_samples", mc_samples)
 
 
-def of_group(group: Sequence[int]) -> tuple[int, ...]:
+def of_group(group: Sequence[int], number: int) -> tuple[int, ...]:
     """The samples of a group, or a clear refusal."""
-    found = checked_indices(group)
+    found = checked_indices(group, f"groups[{number}]")
     if not found or len(set(found)) < len(found):
         raise ValueError(f"each group has at least one sample, and each of its samples once, got {group!r}.")
     return found
