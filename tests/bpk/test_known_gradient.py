@@ -22,6 +22,7 @@ from bpk.fields import awaited
 from bpk.jacobians.convolution.convolution import Conv
 from bpk.jacobians.core import cost, numeric
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.families.contraction import Contraction
 from bpk.recording.graph.known_gradient import KnownGradient
 
 N = 4
@@ -256,6 +257,33 @@ def test_products_inside_of_attention(options: dict[str, Any], extensions: tuple
     with bpk.backpack(*(kind() for kind in extensions)):
         bpk.extend(nn.MSELoss())(layer(x, x, x, need_weights=False)[0], y).backward()
     same(layer, expected)
+
+
+class AsItIs(nn.Module):
+    """A square weight in columns, which autograd differentiates as if it were transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5).T)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_a_weight_that_is_not_transposed() -> None:
+    rule = bpk.register(Contraction("... i, i o -> ... o", AsItIs))
+    try:
+        torch.manual_seed(0)
+        model, x, y = Between(AsItIs(), (N, 5)).double(), torch.randn(N, N, 5).double(), torch.randint(3, (N,))
+        expected, loss_fn = plain_gradients(model, x, y), bpk.extend(nn.CrossEntropyLoss())
+        assert model.middle.weight.stride() == (1, 5)
+        bpk.extend(model)
+        with bpk.backpack(BatchGrad(), Variance()):
+            loss_fn(model(x), y).backward()
+        same(model, expected)
+    finally:
+        bpk.unregister(rule)
 
 
 def test_nothing_stays() -> None:

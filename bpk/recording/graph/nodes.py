@@ -80,7 +80,10 @@ def parameter_edges(node: Node, inputs: Sequence[Edge], params: Mapping[str, Ten
 
 
 def weight_of_product(node: Node) -> Tensor | None:
-    """The leaf by which a call multiplies its input, or that it convolves with it, if this is the last that it does."""
+    """The leaf by which a call multiplies its input, or that it convolves with it, if this is the last that it does.
+
+    A product multiplies with its transpose: where it does so with the leaf as it is, the gradient may be found turned.
+    """
     here: Node | None = node
     while here is not None and function_name(here) in RESHAPING:
         here = here.next_functions[0][0]
@@ -88,8 +91,8 @@ def weight_of_product(node: Node) -> Tensor | None:
     if here is None or name not in (*OF_MATRICES, "Convolution"):
         return None
     above = here.next_functions[OPERANDS[name][1][1]][0]
-    if above is not None and function_name(above) == "T":
-        above = above.next_functions[0][0]
+    if name in OF_MATRICES:
+        above = above.next_functions[0][0] if above is not None and function_name(above) == "T" else None
     return leaf_of(above)
 
 
