@@ -277,6 +277,29 @@ def test_hessian_diagonals_in_single_precision(layer: Any) -> None:
         assert (single - double).norm() < 3e-6 * double.norm()
 
 
+class Centred(nn.Module):
+    """Equal steps, what comes back to which adds up to zero: squares of the GGN are rounding errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.norm = nn.RNN(6, 5, nonlinearity="relu", batch_first=True), nn.InstanceNorm1d(5)
+        self.rnn.weight_hh_l0.data.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.rnn(x)[0].transpose(1, 2)).flatten(1)
+
+
+@pytest.mark.parametrize("extension", [E.DiagGGNExact, E.BatchDiagGGNExact])
+def test_squares_are_not_negative(extension: Any) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Centred()), bpk.extend(nn.CrossEntropyLoss())
+    x = torch.rand(4, 1, 6).expand(4, 3, 6) + 1
+    with bpk.backpack(extension()):
+        loss_fn(model(x), torch.arange(4)).backward()
+    for p in model.rnn.parameters():
+        assert bool((getattr(p, extension.field) >= 0).all())
+
+
 def test_gradient_of_the_variance() -> None:
     """`create_graph`: what the extension returns can be differentiated."""
     model, x, y = tagged(nn.GRU(2, 3, batch_first=True))
