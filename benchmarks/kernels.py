@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import cost, squares
+from bpk.jacobians.core import cost, norms, squares
 
 LIMIT = 1.15
 WEIGHTS = ((10, 64), (32, 32), (96, 32), (64, 256), (256, 64), (192, 192), (500, 100), (768, 192), (128, 1152))
@@ -69,7 +69,7 @@ def choices(size: cost.Size, positions_first: bool) -> Iterator[Choice]:
     ways = [partial(way, *given) for way in (squares.by_columns, squares.by_pairs)]
     yield Choice("squares", size, (cost.by_columns(size), cost.by_pairs(size)), alternate(ways))
     if size.v == 1 and not size.keep:
-        ways = [partial(way, a, m[0]) for way in (squares.norm_by_rows, squares.norm_by_grams)]
+        ways = [partial(way, a, m[0]) for way in (norms.norm_by_rows, norms.norm_by_grams)]
         yield Choice("norms", size, (cost.by_rows(size), cost.by_grams(size)), alternate(ways))
 
 

@@ -25,6 +25,9 @@ WORTH_ONEDNN = 1 << 20
 ONE_BY_ONE = 2 * WORTH_ONEDNN
 """From how many multiplications on products of a batch go to oneDNN one after the other."""
 
+ROUNDINGS = 1024
+"""A sum that is less than so many roundings of its terms is not taken from these."""
+
 FEW_NUMBERS = 1 << 14
 """Up to so many numbers, what one call of a function costs is more than what it does with them."""
 
@@ -58,6 +61,11 @@ def safe_sqrt(x: Tensor) -> Tensor:
 def at_once(size: int, device: torch.device) -> int:
     """How many things of `size` numbers a buffer holds; one at least."""
     return max(1, (CACHE if device.type == "cpu" else MEMORY) // max(1, size))
+
+
+def cancel(sums: Tensor, terms: Tensor) -> Tensor:
+    """Where sums of terms of this size, in all, are rounding errors or not much more."""
+    return sums < ROUNDINGS * torch.finfo(terms.dtype).eps * terms
 
 
 def slices(total: int, step: int) -> Iterator[slice]:

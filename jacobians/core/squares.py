@@ -1,4 +1,4 @@
-"""Squares and norms of what `out = W a` gives sample by sample: `sum_v w_vn (sum_t m_t a_t)^2`, in reused buffers.
+"""Squares of what `out = W a` gives sample by sample: `sum_v w_vn (sum_t m_t a_t)^2`, in reused buffers.
 
 Columns `m` `[V, N, G, O, T]` and patches `a` `[N, G, I, T]` are those of `gemm`. Squares need products with every
 column, or those of pairs of positions, however many columns there are:
@@ -9,7 +9,6 @@ column, or those of pairs of positions, however many columns there are:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,11 +19,11 @@ from bpk.jacobians.core.numeric import (
     CACHE,
     LARGE,
     at_once,
+    cancel,
     chunks,
     go_one_by_one,
     linear,
     products,
-    squares_of_rows,
     sum_of_squares,
     times_squares,
     wide,
@@ -57,7 +56,9 @@ def squared_sum(
         return _squared_outer(patches(slice(0, n)), m, weights, keep, empty)
     size = cost.Size(sum(map(len, blocks)), n, g, o, width, t, keep)
     if shown is None and cost.by_pairs(size) < cost.by_columns(size):
-        return by_pairs(patches, blocks, width, weights, keep, empty)
+        found = by_pairs(patches, blocks, width, weights, keep, empty)
+        if found is not None:
+            return found
     return by_columns(patches, blocks, width, weights, keep, empty, shown)
 
 
@@ -144,13 +145,15 @@ def _add_squares(goal: Tensor, rows: Tensor, weights: Tensor | None, keep: bool)
 
 def by_pairs(
     patches: Patches, blocks: Sequence[Tensor], width: int, weights: Tensor | None, keep: bool, empty: Empty
-) -> Tensor:
-    """`squared_sum` from pairs of positions, whose cost hardly grows with columns."""
+) -> Tensor | None:
+    """`squared_sum` from pairs of positions, whose cost hardly grows with columns (`None`: these cancel)."""
     _, n, g, o, t = blocks[0].shape
     total = empty((n if keep else 1, g, o, width), wide(blocks[0][:0]))
+    diagonal, terms = _diagonal(t), list[Tensor]()
     for part in chunks(n, g * t * (t + 1) * (o + width) // 16, total.device):
         left, right = _pairs_of_columns(blocks, part, weights), _pairs(wide(patches(part))).mul_(2)
-        right[..., _diagonal(t)] /= 2  # a position with itself counts once
+        right[..., diagonal] /= 2  # a position with itself counts once
+        terms.append((left[..., diagonal].sum((2, 3)).abs() * right[..., diagonal].sum((2, 3))).sum(1))
         if keep:
             torch.matmul(left, right.mT, out=total[part])
             continue
@@ -159,6 +162,9 @@ def by_pairs(
         else:
             found = torch.einsum("bgop,bgip->goi", left, right)
         total[0] = found if part.start == 0 else total[0] + found
+    sizes = torch.cat(terms) if keep else torch.cat(terms).sum(0, keepdim=True)
+    if bool(cancel(torch.linalg.vector_norm(total, 1, dim=(1, 2, 3)), sizes).any()):
+        return None
     if weights is None:
         total.clamp_(min=0)  # rounding may leave tiny negative numbers
     return (total if keep else total[0]).to(blocks[0].dtype)
@@ -214,33 +220,3 @@ def _squared_outer(a: Tensor, m: Tensor, weights: Tensor | None, keep: bool, emp
     if left.shape[1] == 1:
         return times_squares(left[:, 0], right[:, 0])[None].to(m.dtype)
     return torch.einsum("ngo,ngi->goi", left, right.square()).to(m.dtype)
-
-
-def norm_squared(patches: Patches, m: Tensor, width: int, views: bool = False, shown: Shown = None) -> Tensor:
-    """`|sum_t m a^T|^2` for every sample of `m` `[N, G, O, T]`: `[N]`, by Gram matrices or directly."""
-    n, g, o, t = m.shape
-    if t == 1:
-        left, right = (squares_of_rows(wide(x).flatten(2)) for x in (m, patches(slice(0, n))))
-        return (left * right).sum(1).to(m.dtype)
-    size = cost.Size(1, n, g, o, width, t)
-    saved = 0.0 if shown is None else cost.gradient(size) - cost.adding_up(size)
-    by_grams = cost.by_grams(size) < cost.by_rows(size) - saved
-    way, held = (norm_by_grams, 2 * t * t) if by_grams else (partial(norm_by_rows, shown=shown), o * width)
-    some = chunks(n, g * (held if views else width * t + held), m.device)
-    found = [way(wide(patches(part)), wide(m[part])) for part in some]
-    return torch.cat(found).to(m.dtype) if found else m.new_zeros(0)
-
-
-def norm_by_rows(a: Tensor, m: Tensor, shown: Shown = None) -> Tensor:
-    """`norm_squared` of a few samples from individual gradients."""
-    matrices = products(m.flatten(0, 1), a.flatten(0, 1))
-    if shown is not None:
-        shown(matrices.view(*m.shape[:2], *matrices.shape[1:]))
-    rows = matrices.view(len(m), -1)
-    return torch.linalg.vecdot(rows, rows)
-
-
-def norm_by_grams(a: Tensor, m: Tensor) -> Tensor:
-    """The same from Gram matrices of positions: `<a^T a, m^T m>`."""
-    left, right = (products(x.mT, x.mT).view(len(m), -1) for x in (a.flatten(0, 1), m.flatten(0, 1)))
-    return torch.linalg.vecdot(left, right)

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core import cost, gemm, squares
+from bpk.jacobians.core import cost, gemm, norms, squares
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import squares_of_rows, times_squares, wide
 from bpk.jacobians.core.outer import Outer
@@ -171,7 +171,7 @@ class Affine(LinearInEach):
         if param != "weight":
             return wide(self._over_positions(call, grad_out[None])[0]).square().sum(1).to(grad_out.dtype)
         columns, width = self.as_columns(call, grad_out[None])[0], self._matrix_shape(call)[2]
-        return squares.norm_squared(partial(self.patches, call), columns, width, self.views(call), self.adding_up(call))
+        return norms.norm_squared(partial(self.patches, call), columns, width, self.views(call), self.adding_up(call))
 
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
         """`A = sum_n sum_t a a^T / N` `[I, I]`, mean over groups.

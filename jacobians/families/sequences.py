@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from bpk.jacobians.core import gemm, squares
+from bpk.jacobians.core import gemm, norms, squares
 from bpk.jacobians.core import projected_squares as projected
 from bpk.jacobians.core.numeric import products
 from bpk.jacobians.core.outer import Outer, Some
@@ -37,7 +37,7 @@ def projected_squares(blocks: Sequence[Tensor], x: Tensor, left: Tensor | None, 
 
 def norm_squared(m: Tensor, x: Tensor) -> Tensor:
     """`|sum_t m x^T|^2` for every sample of one column `m` `[N, T, O]`: `[N]`."""
-    return squares.norm_squared(patches(x), as_columns(m[None])[0], x.shape[2], views=True)
+    return norms.norm_squared(patches(x), as_columns(m[None])[0], x.shape[2], views=True)
 
 
 def outer(m: Tensor, x: Tensor, rows: slice = slice(None)) -> Outer:

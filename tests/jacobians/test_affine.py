@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.convolution import moments
-from bpk.jacobians.core import cost, gemm, squares
+from bpk.jacobians.core import cost, gemm, norms, squares
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.families.autodiff import Autodiff
@@ -149,8 +149,26 @@ def test_both_ways_to_squares(shape: tuple[int, ...], positions_first: bool) -> 
         for keep in (False, True):
             found = way(lambda part: a[part], m.split(step), i, weights, keep, lambda size, like: like.new_empty(size))
             torch.testing.assert_close(found, expected.sum(0) if keep else expected.sum((0, 1)))
-    for norm in (squares.norm_by_rows, squares.norm_by_grams):
+    for norm in (norms.norm_by_rows, norms.norm_by_grams):
         torch.testing.assert_close(norm(a, m[0]), rows[0].sum((1, 2, 3)))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@torch.no_grad()
+def test_positions_that_cancel(groups: int) -> None:
+    """Gradients that add up to zero over positions, as behind a normalisation, of inputs that hardly differ."""
+    torch.manual_seed(0)
+    m, a = torch.randn(3, 5, groups, 8, 4), torch.randn(5, groups, 6, 4) + 300
+    m, a[2] = m - m.mean(-1, keepdim=True), 300.0
+    rows = torch.einsum("vngot,ngit->vngoi", m.double(), a.double()).square()
+    found = norms.norm_by_grams(a, m[0])
+    torch.testing.assert_close(found, rows[0].sum((1, 2, 3)).float(), rtol=1e-4, atol=1e-3)
+    assert bool((found >= 0).all())
+    given = (lambda part: a[part], [m], 6, None)
+    assert squares.by_pairs(*given, True, gemm.fresh) is None
+    for keep in (False, True):
+        total = squares.squared_sum(*given, keep, gemm.fresh)
+        torch.testing.assert_close(total, rows.sum(0 if keep else (0, 1)).float(), rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize(("layer", "shape"), LARGE[:1] + LARGE[4:])

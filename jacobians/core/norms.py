@@ -1,0 +1,55 @@
+"""Squared norms of what `out = W a` gives sample by sample, `|sum_t m_t a_t|^2`: by Gram matrices, or directly.
+
+Columns `m` `[N, G, O, T]` and patches `a` `[N, G, I, T]` are those of `gemm`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bpk.jacobians.core import cost
+from bpk.jacobians.core.gemm import Patches
+from bpk.jacobians.core.numeric import cancel, chunks, products, squares_of_rows, wide
+from bpk.jacobians.core.squares import Shown
+
+
+def norm_squared(patches: Patches, m: Tensor, width: int, views: bool = False, shown: Shown = None) -> Tensor:
+    """`|sum_t m a^T|^2` for every sample of `m` `[N, G, O, T]`: `[N]`, by Gram matrices or directly."""
+    n, g, o, t = m.shape
+    if t == 1:
+        left, right = (squares_of_rows(wide(x).flatten(2)) for x in (m, patches(slice(0, n))))
+        return (left * right).sum(1).to(m.dtype)
+    size = cost.Size(1, n, g, o, width, t)
+    saved = 0.0 if shown is None else cost.gradient(size) - cost.adding_up(size)
+    by_grams = cost.by_grams(size) < cost.by_rows(size) - saved
+    way, held = (norm_by_grams, 2 * t * t) if by_grams else (partial(norm_by_rows, shown=shown), o * width)
+    some = chunks(n, g * (held if views else width * t + held), m.device)
+    found = [way(wide(patches(part)), wide(m[part])) for part in some]
+    return torch.cat(found).to(m.dtype) if found else m.new_zeros(0)
+
+
+def norm_by_rows(a: Tensor, m: Tensor, shown: Shown = None) -> Tensor:
+    """`norm_squared` of a few samples from individual gradients."""
+    matrices = products(m.flatten(0, 1), a.flatten(0, 1))
+    if shown is not None:
+        shown(matrices.view(*m.shape[:2], *matrices.shape[1:]))
+    rows = matrices.view(len(m), -1)
+    return torch.linalg.vecdot(rows, rows)
+
+
+def norm_by_grams(a: Tensor, m: Tensor) -> Tensor:
+    """The same from Gram matrices of positions: `<a^T a, m^T m>`.
+
+    Where positions cancel (those of a constant image before a normalisation over it), little but rounding errors is
+    left of these, which may be negative: then directly.
+    """
+    grams = [products(x.mT, x.mT) for x in (a.flatten(0, 1), m.flatten(0, 1))]
+    traces = [x.diagonal(dim1=1, dim2=2).sum(1) for x in grams]
+    found, terms = (torch.linalg.vecdot(*(x.reshape(len(m), -1) for x in pair)) for pair in (grams, traces))
+    for n in cancel(found, terms).nonzero()[:, 0]:
+        some = slice(n, n + 1)
+        found = found.index_copy(0, n[None], norm_by_rows(a[some], m[some]))
+    return found
