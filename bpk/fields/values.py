@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.fields.sizes import different_sizes, require_same_samples, require_same_size
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
@@ -22,6 +23,7 @@ def value_of(extension: Quantity, uses: Uses, adds_up: bool = False, keeps: Part
 
     What processes will need beside the field is put into `keeps`, in memory that does not change with `.grad`.
     """
+    require_same_size(extension, uses)
     try:
         if uses.loss_scale != 1:
             value, parts = extension.unscaled(uses)
@@ -35,17 +37,10 @@ def value_of(extension: Quantity, uses: Uses, adds_up: bool = False, keeps: Part
             }
         return extension.statistic(uses) if adds_up else extension.value(uses)
     except RuntimeError as error:
-        sizes = sorted({use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs})
+        sizes = {use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs}
         if isinstance(error, NotImplementedError) or len(sizes) < 2:
             raise
-        raise UnsupportedLayer(
-            explain(
-                f"{extension} met batches of {' and '.join(map(str, sizes))} samples at a parameter "
-                f"{list(uses.param.shape)}.",
-                "sample n of each is taken for the same one, as in a Siamese network, and these have different sizes.",
-                "use one backward pass for each batch.",
-            )
-        ) from error
+        raise different_sizes(extension, sizes, uses.param) from error
 
 
 class Stacked:
@@ -92,7 +87,9 @@ def combined(
         return before
     if before is None:
         return value_of(extension, uses, adds_up, keeps)
-    return extension.combine(whole(before), value_of(extension, uses, adds_up))
+    earlier, value = whole(before), value_of(extension, uses, adds_up)
+    require_same_samples(extension, earlier, value, uses.param)
+    return extension.combine(earlier, value)
 
 
 def whole(value: Any) -> Any:

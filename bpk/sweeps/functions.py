@@ -12,6 +12,7 @@ from bpk.fields.arrived import Columns
 from bpk.fields.awaited import expect_use
 from bpk.fields.kept_uses import without_graph
 from bpk.fields.parameters import Parameters, ParameterState
+from bpk.fields.sizes import different_sizes
 from bpk.fields.statistics import Use
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -39,6 +40,7 @@ class BroadcastParameters:
         self.parameters = parameters
         self.known = 0
         self.expected: dict[int, set[Broadcast]] = {}
+        self.sizes: dict[int, int] = {}
         self.broadcasts: dict[int, dict[Broadcast, None]] = {}
 
     def find(self) -> None:
@@ -68,6 +70,8 @@ class BroadcastParameters:
             return False
         for p in source.trained:
             expected, state = self.expected.setdefault(id(p), set()), self.parameters.state_of(p)
+            if self.sizes.setdefault(id(p), n) != n:
+                raise different_sizes("Individual gradients", (self.sizes[id(p)], n), p)
             for use in [use for use in self.broadcasts[id(p)] if use not in expected]:
                 expected.add(use)
                 expect_use(self.parameters, use.node, [state], partial(self.collect, state, source, sweeps, n, use))

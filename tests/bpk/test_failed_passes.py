@@ -225,9 +225,25 @@ def test_gradients_in_the_objective() -> None:
         g.square().sum().backward()
 
 
-@pytest.mark.parametrize("extension", [E.BatchGrad, E.Variance, E.SumGradSquared, E.KFAC], ids=ids)
-def test_batches_of_two_sizes(extension: type) -> None:
-    model, loss_fn = bpk.extend(nn.Linear(3, 1)), bpk.extend(nn.MSELoss())
-    real, fake = torch.randn(6, 3), torch.randn(4, 3)
-    with refuses(model, UnsupportedLayer, "batches of 4 and 6 samples", "Why:", "Do:"), bpk.backpack(extension()):
-        (loss_fn(model(real), torch.ones(6, 1)) + loss_fn(model(fake), torch.zeros(4, 1))).backward()
+OF_SAMPLES = [E.BatchGrad, E.BatchL2Grad, E.Variance, E.SumGradSquared, E.SqrtGGNExact]
+OF_SAMPLES += [E.BatchDiagGGNExact, E.BatchDiagGGNMC, E.BatchDiagHessian, E.TokenGrad]
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4), (1, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("extension", [*OF_SAMPLES, E.KFAC], ids=ids)
+def test_batches_of_two_sizes(extension: type, shift: bool, sizes: tuple[int, int]) -> None:
+    """Also where one has a single sample, which torch would repeat for the other's."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.shift = nn.Linear(3, 1), nn.Parameter(torch.randn(3), requires_grad=shift)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x + self.shift)
+
+    model, loss_fn = bpk.extend(Shifted()), bpk.extend(nn.MSELoss())
+    met = f"batches of {min(sizes)} and {max(sizes)} samples"
+    with refuses(model, UnsupportedLayer, met, "Why:", "Do:"), bpk.backpack(extension()):
+        sum(loss_fn(model(torch.randn(n, 3)), torch.ones(n, 1)) for n in sizes).backward()
