@@ -44,11 +44,14 @@ def norm_by_grams(a: Tensor, m: Tensor) -> Tensor:
     """The same from Gram matrices of positions: `<a^T a, m^T m>`.
 
     Where positions cancel (those of a constant image before a normalisation over it), little but rounding errors is
-    left of these, which may be negative: then directly.
+    left of these, which may be negative: then directly. On a GPU nobody waits to learn of that.
     """
     grams = [products(x.mT, x.mT) for x in (a.flatten(0, 1), m.flatten(0, 1))]
-    traces = [x.diagonal(dim1=1, dim2=2).sum(1) for x in grams]
-    found, terms = (torch.linalg.vecdot(*(x.reshape(len(m), -1) for x in pair)) for pair in (grams, traces))
+    found = torch.linalg.vecdot(*(x.view(len(m), -1) for x in grams))
+    if m.device.type != "cpu":
+        return found.clamp(min=0)
+    traces = [x.diagonal(dim1=1, dim2=2).sum(1).view(len(m), -1) for x in grams]
+    terms = torch.linalg.vecdot(*traces)
     for n in cancel(found, terms).nonzero()[:, 0]:
         some = slice(n, n + 1)
         found = found.index_copy(0, n[None], norm_by_rows(a[some], m[some]))

@@ -249,14 +249,13 @@ def test_derivatives_of_products(forward: Forward, extension: type, right: bool)
         found: Tensor = vars(p)[extension().savefield](torch.ones_like(p))
         return found.sin().sum()
 
-    found = product(create_graph=True)
     if not right:
         with pytest.raises(
             UnsupportedLayer, match=r"cannot be differentiated behind the nonlinear function before 'la"
         ):
-            torch.autograd.grad(found, params)
+            torch.autograd.grad(product(create_graph=True), params)
         return
-    slopes = torch.autograd.grad(found, params, allow_unused=True)
+    slopes = torch.autograd.grad(product(create_graph=True), params, allow_unused=True)
     slope = sum((g * v).sum() for g, v in zip(slopes, along, strict=True) if g is not None)
     for q, v in zip(params, along, strict=True):
         q.data.add_(v, alpha=step)
