@@ -13,8 +13,19 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import WithArguments
 from bpk.recording.changed import Changed, Stamp, is_changed, stamp
 
-PLAIN = frozenset((bool, int, float, str, tuple))
-"""Types of hyperparameters."""
+PLAIN = frozenset((bool, int, float, str, type(None)))
+"""Types of hyperparameters, of which tuples and lists may be made as well."""
+
+
+def is_setting(value: Any) -> bool:
+    """Whether this is a hyperparameter: no tuple of tensors, say, which a layer keeps of its last call."""
+    kind = type(value)
+    return kind in PLAIN or ((kind is tuple or kind is list) and all(map(is_setting, value)))
+
+
+def is_other(now: Any, known: Any) -> bool:
+    """Whether an attribute has another value than the hyperparameter that it was."""
+    return now is not known and (type(now) is not type(known) or not is_setting(now) or now != known)
 
 
 class Hyperparameters:
@@ -29,7 +40,10 @@ class Hyperparameters:
 
     def __init__(self, module: nn.Module, options: Any) -> None:
         self.module = module
-        self.plain = {name: value for name, value in module.__dict__.items() if type(value) in PLAIN}
+        self.plain = {name: value for name, value in module.__dict__.items() if is_setting(value)}
+        for name, value in self.plain.items():
+            if type(value) is list:
+                self.plain[name] = copy.deepcopy(value)  # it may be changed in place
         if module._buffers:
             self.buffers = {name: (x, stamp(x)) for name, x in module._buffers.items() if x is not None}
         if options is not module:
@@ -52,7 +66,7 @@ class Hyperparameters:
         """The module, or a copy that has the settings of the call."""
         now, buffers = module.__dict__, module._buffers
         for name, value in self.plain.items():
-            if now.get(name) is not value and now.get(name) != value and not name.startswith("_"):
+            if is_other(now.get(name), value) and not name.startswith("_"):
                 return self.earlier(module)
         for name, (x, known) in self.buffers.items():
             if buffers.get(name) is not x or is_changed(x, known):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import bpk
 from bpk import extensions as E
 from bpk.extensions.firstorder.base import FirstOrderModuleExtension
 from bpk.jacobians import Elementwise, Multilinear, RuleError, UnsupportedLayer
+from bpk.recording.record import LIVE
 from tests.helpers import registered
 
 
@@ -76,6 +79,52 @@ class Twice(nn.Module):
 
 def test_hyperparameters_that_change_between_calls() -> None:
     check(Twice(), torch.randn(4, 4, dtype=torch.float64))
+
+
+SETTINGS: list[tuple[nn.Module, Callable[[Any], object]]] = [
+    (nn.AvgPool2d(2), lambda layer: setattr(layer, "divisor_override", 7)),
+    (nn.AvgPool2d([2, 2]), lambda layer: layer.kernel_size.reverse() or layer.kernel_size.__setitem__(0, 1)),
+    (nn.Upsample(size=[2, 2], mode="bilinear"), lambda layer: setattr(layer, "align_corners", True)),
+]
+"""Layers, and what changes one of their settings: one that is `None` at first, or a list in place."""
+
+
+@pytest.mark.parametrize(("layer", "change"), SETTINGS)
+def test_settings_that_change_before_the_backward_pass(layer: nn.Module, change: Callable[[Any], object]) -> None:
+    layer = copy.deepcopy(layer)
+    model = bpk.extend(nn.Sequential(nn.Conv2d(1, 2, 1), layer, nn.Flatten(), nn.Linear(8, 3)).double())
+    loss_fn, x, y = bpk.extend(nn.CrossEntropyLoss()), torch.randn(3, 1, 4, 4).double(), torch.arange(3)
+    found = []
+    for late in (False, True):
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+            loss = loss_fn(model(x), y)
+            if late:
+                change(layer)
+            loss.backward()
+        found.append([t.clone() for p in model.parameters() for t in (p.grad_batch, p.diag_ggn_exact)])
+    torch.testing.assert_close(*found)
+
+
+class Keeping(nn.Linear):
+    """Keeps what it was given and has returned last, as those do who look at activations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.last = (x, out)
+        return out
+
+
+def test_tensors_that_a_layer_keeps_are_no_hyperparameters() -> None:
+    """To compare them with those of the next call was an error, and a call that held its own output was never freed."""
+    layer = Keeping(4, 4).double()
+    check(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)), torch.randn(4, 4, dtype=torch.float64))
+    model = bpk.extend(nn.Sequential(Keeping(4, 4), nn.Linear(4, 3)))
+    counts = []
+    for _ in range(3):
+        model(torch.randn(2, 4))
+        gc.collect()
+        counts.append(len(LIVE))
+    assert counts[0] == counts[-1]
 
 
 class Wave(nn.Module):
