@@ -12,7 +12,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -115,8 +115,22 @@ def arguments_of(node: Node, outs: Sequence[Tensor], now: bool = False) -> Parts
 @lru_cache(maxsize=1024)
 def relevant_attributes(kind: type) -> Callable[[Node], Any] | None:
     """Reads those attributes of a function on which it depends what its arguments may get (`None`: there are none)."""
-    known = TABLE.get(name_of(kind))
-    return None if known is None or known is pointwise else engine.reader(kind)
+    name = name_of(kind)
+    known = TABLE.get(name)
+    if known is None or known is pointwise:
+        return None
+    return places_joined if name == "Cat" else engine.reader(kind)
+
+
+def places_joined(node: Node) -> Hashable:
+    """The axis along which tensors are joined; where there are constants, whose sizes no node knows, each place."""
+    (shape,) = engine.output_shapes(node)
+    (axis,) = axes_of(node, len(shape))
+    if all(above is not None for above, _ in node.next_functions):
+        return axis
+    numbers = torch.arange(shape[axis], dtype=torch.float64, device="cpu")
+    parts = node(numbers.reshape(-1, *[1] * (len(shape) - 1 - axis)).expand(*shape[:axis], -1, *shape[axis + 1 :]))  # type: ignore[operator]
+    return axis, tuple([None if part is None or not part.numel() else float(part.flatten()[0]) for part in parts])
 
 
 # ---- kinds of functions --------------------------------------------------------------------------------
