@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians import LinearMap
 from bpk.plan.samples import forms, placement
+from tests.helpers import registered
 
 N = T = 4
 """As many steps as samples: shapes do not tell them apart."""
@@ -52,6 +55,100 @@ def refused_or_right(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor,
         with bpk.backpack(E.BatchDiagGGNExact()):
             loss.backward()
         check_rows(model, loss_fn, x, y)
+
+
+class Rearranged(nn.Module):
+    """A layer in between that rearranges axes; which, is up to its options."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(3, 4), layer, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.layer(self.first(x)))).mean(0)
+
+
+class Order(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dims = (1, 0, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(self.dims)
+
+
+def as_fresh(model: nn.Module, loss_fn: nn.Module, x: tuple[Tensor, ...], y: Tensor) -> None:
+    """Individual gradients of a model that has seen other passes are those of a copy that has not."""
+    found = []
+    for m, f in ((model, loss_fn), (bpk.extend(copy.deepcopy(model)), bpk.extend(copy.deepcopy(loss_fn)))):
+        with bpk.backpack(E.BatchGrad()):
+            f(m(*x), y).backward()
+        found.append([p.grad_batch.clone() for p in m.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_a_layer_that_is_left_to_autograd_has_other_options() -> None:
+    """It rearranges the batch axis, so that functions are seen in its place: those of this pass, not of the first."""
+    with registered(LinearMap(Order, axes=3)):
+        model, loss_fn = bpk.extend(Rearranged(Order()).double()), bpk.extend(nn.CrossEntropyLoss())
+        x, y = torch.randn(4, 4, 3).double(), torch.arange(4) % 3
+        for dims in ((1, 0, 2), (2, 1, 0), (1, 0, 2)):
+            model.layer.dims = dims
+            as_fresh(model, loss_fn, (x,), y)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_looks_at_another_axis() -> None:
+    """Samples are along the second axis: a softmax along the third keeps them apart, and one along the second not."""
+    model, loss_fn = bpk.extend(Rearranged(nn.Softmax(2)).double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 4, 3).double(), torch.arange(4) % 3
+    for dim in (2, 1, 0, 2):
+        model.layer.dim = dim
+        as_fresh(model, loss_fn, (x,), y)
+
+
+class Padded(nn.Module):
+    """Rows that are constants before and behind those of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.before = nn.Linear(3, 3), nn.Linear(3, 2), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = torch.ones(5, 3, dtype=x.dtype)
+        return self.last(torch.cat([ones[: self.before], self.first(x), ones[self.before :]]))
+
+
+def test_constants_of_other_sizes_are_joined_with_what_a_layer_returns() -> None:
+    """Their sizes are in none of the attributes of a node."""
+    model, loss_fn = bpk.extend(Padded().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 3).double(), torch.arange(9) % 2
+    for before in (2, 3, 0, 5):
+        model.before = before
+        as_fresh(model, loss_fn, (x,), y)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, routes: Tensor) -> Tensor:
+        return self.last(torch.tanh(routes @ self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples_that_were_mixed_are_apart() -> None:
+    """By a matrix of the data, which is a permutation later: rows are not taken for samples in order any more."""
+    model, loss_fn = bpk.extend(Routed().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y, order = torch.randn(5, 3).double(), torch.arange(5) % 2, torch.tensor([2, 0, 1, 4, 3])
+    for routes in (torch.rand(5, 5).double(), torch.eye(5).double()[order], torch.rand(5, 5).double()):
+        as_fresh(model, loss_fn, (x, routes), y)
+    expected = individual(nn.Sequential(model.first, nn.Tanh(), model.last), loss_fn, x[order], y)
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x, torch.eye(5).double()[order]), y).backward()
+    for p, rows in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, rows)
 
 
 class Weighted(nn.Module):

@@ -5,14 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.plan.samples.decoding import digits, is_reached
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.plan.samples.decoding import decode, digits, is_reached
 from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort, NotInFront, SamplesInside, numbers_of
 from bpk.plan.samples.given import follows_data, is_given_data, is_of_data
-from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, mixed, reads_tables, require_separate_samples
+from bpk.plan.samples.hypotheses import (
+    are_pieces,
+    has_no_axis,
+    hypotheses,
+    mixed,
+    numberings,
+    reads_tables,
+    require_separate_samples,
+)
 from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
 from bpk.plan.samples.proofs import follow
 from bpk.plan.samples.silent import follow_neighbours
 from bpk.plan.sources import Sources
+from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 
 
@@ -96,6 +106,32 @@ def check_hypothesis(
         raise AllSamplesInside(inside)
     follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
     return out_of_order(root, above, found, n)
+
+
+def may_be_apart(root: Record, above: list[Record], sources: Sources) -> bool:
+    """Whether samples, which were mixed by an earlier graph of this form, may be apart in this one: values decide.
+
+    It is enough to know that there is no arrangement of rows at which each entry of each call feeds one of them.
+    Tables, which all samples share, say nothing.
+    """
+    if any(mixes(record) for record in above):
+        return False  # by the layer's options, whatever values are
+    tolerance = tolerance_of(root, above)
+    try:
+        orders = dict.fromkeys((n, in_front) for n, _, in_front in hypotheses(root, above) if n > 1)
+    except UnsupportedLayer:  # for which shapes are enough
+        return False
+    for n, in_front in orders:
+        for numbers in numberings(root.batch_size, n, in_front):
+            sent = send_back(root, above, sources, digits(numbers.to(root.inputs[0].device), n))
+            if all(
+                decode(mat.flatten(1)[..., None], n, tolerance, in_order=False) is not None
+                or (is_given_data(record) and not is_of_data(record))
+                or reads_tables(record, sources)
+                for record, mat in sent
+            ):
+                return True
+    return False
 
 
 def by_form(

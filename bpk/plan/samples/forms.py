@@ -11,7 +11,7 @@ of the functions in between their names, shapes, connections and those attribute
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,8 +39,9 @@ MOST = 16
 class Form:
     """What was found out about the calls of a graph, in their order, that of the root last.
 
-    `left` are the numbers of calls that were left to autograd; `axes` the batch axes, and `rows` the sample of each row
-    (`None`: they are the `n` samples in order), of the others.
+    `left` are the numbers of calls that were left to autograd, and `behind` says how the others are connected without
+    them: what those compute depends on options that are no part of the form. `axes` are the batch axes, and `rows` the
+    sample of each row (`None`: they are the `n` samples in order), of the others.
     """
 
     left: tuple[int, ...]
@@ -49,6 +50,7 @@ class Form:
     rows: tuple[Tensor | None, ...]
     proven: bool
     mixed: bool = False
+    behind: Hashable = None
 
 
 FORMS: WeakKeyDictionary[nn.Module, dict[Hashable, Form]] = WeakKeyDictionary()
@@ -85,15 +87,11 @@ def form_of(records: Sequence[Record], sources: Sources, *details: Hashable) -> 
 def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, Source]) -> Hashable:
     """One call: its layer, what it sees, and where that comes from.
 
-    What else the layer's options say does not matter: rules work row by row, or are not used.
+    What else the layer's options say does not matter: rules work row by row, or are not used. They may say along which
+    axes rows are.
     """
-    fed = list[Hashable]()
-    for index, source in sources.items():
-        stretch = None if source.stretch is None else form_of_stretch(source.stretch, source)
-        for target, edge in source.targets:
-            fed.append((index, numbers[target], target.places[edge[1]]))
-        fed.append((index, stretch))
     shapes = tuple([x.shape for x in (*record.inputs, *record.results.values())])
+    looks_at = None if record.rule is None or record.problem else record.rule.acts_on(record.call())
     return (
         weakref.ref(record.module),
         record.rule,
@@ -102,10 +100,25 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
         record.data_axis,
         record.reads_data,
         mixes(record),
+        looks_at,
         shapes,
         tuple(record.binding.axes),
-        *fed,
+        *fed(numbers, sources),
     )
+
+
+def connections(records: Sequence[Record], sources: Sources) -> Hashable:
+    """How calls are connected, and by which functions."""
+    numbers = {record: number for number, record in enumerate(records)}
+    return tuple([tuple(fed(numbers, sources[record])) for record in records])
+
+
+def fed(numbers: dict[Record, int], sources: dict[int, Source]) -> Iterator[Hashable]:
+    """What feeds the inputs of a call, and by which functions."""
+    for index, source in sources.items():
+        for target, edge in source.targets:
+            yield index, numbers[target], target.places[edge[1]]
+        yield index, None if source.stretch is None else form_of_stretch(source.stretch, source)
 
 
 def form_of_stretch(end: Edge, source: Source) -> Hashable:

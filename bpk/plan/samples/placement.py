@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.jacobians.core.function_module import Plain
 from bpk.plan.samples.attribution import attribute
+from bpk.plan.samples.checking import may_be_apart
 from bpk.plan.samples.findings import AllSamplesInside, NotInFront
-from bpk.plan.samples.forms import Form, confirms, form_of, recall, remember
+from bpk.plan.samples.forms import Form, confirms, connections, form_of, recall, remember
 from bpk.plan.samples.given import of_what_was_given, with_last_call
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
 from bpk.plan.samples.proofs import prove
@@ -104,13 +105,17 @@ def place(
         return found
     form = form_of((*above, root), sources, second_order, twice, stuck)
     known = recall(root, form)
-    known = None if known is not None and known.mixed and independent else known
-    found.leave([above[k] for k in (stuck if known is None else known.left)])
-    if known is None or not found.take(known):
+    found.leave([above[k] for k in stuck])
+    if known is not None and known.mixed and (independent or may_be_apart(root, found.above, sources)):
+        known = None
+    found.leave([above[k] for k in (known.left if known is not None else ()) if k not in stuck])
+    behind = connections((*found.above, root), sources) if known is not None and known.left else None
+    if known is None or not (known.mixed or known.behind == behind) or not found.take(known):
         what = search(found, second_order or independent, twice)
         remaining = set(found.above)
         left = tuple([k for k, record in enumerate(above) if record not in remaining])
-        remember(root, form, replace(what, left=left))
+        behind = connections((*found.above, root), sources) if left else None
+        remember(root, form, replace(what, left=left, behind=behind))
     return found
 
 
