@@ -14,18 +14,21 @@ from bpk.jacobians.core.binding import WithArguments
 from bpk.recording.changed import Changed, Stamp, is_changed, stamp
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
-"""Types of hyperparameters, of which tuples and lists may be made as well."""
+"""Types of hyperparameters."""
+
+SEQUENCES = (tuple, list)
+"""Those that may be made of them."""
 
 
 def is_setting(value: Any) -> bool:
     """Whether this is a hyperparameter: no tuple of tensors, say, which a layer keeps of its last call."""
     kind = type(value)
-    return kind in PLAIN or ((kind is tuple or kind is list) and all(map(is_setting, value)))
+    return kind in PLAIN or (kind in SEQUENCES and all(map(is_setting, value)))
 
 
 def is_other(now: Any, known: Any) -> bool:
     """Whether an attribute has another value than the hyperparameter that it was."""
-    return now is not known and (type(now) is not type(known) or not is_setting(now) or now != known)
+    return type(now) is not type(known) or not is_setting(now) or now != known
 
 
 class Hyperparameters:
@@ -40,10 +43,13 @@ class Hyperparameters:
 
     def __init__(self, module: nn.Module, options: Any) -> None:
         self.module = module
-        self.plain = {name: value for name, value in module.__dict__.items() if is_setting(value)}
-        for name, value in self.plain.items():
-            if type(value) is list:
-                self.plain[name] = copy.deepcopy(value)  # it may be changed in place
+        self.plain = {}
+        for name, value in module.__dict__.items():
+            kind = type(value)
+            if kind in PLAIN:
+                self.plain[name] = value
+            elif kind in SEQUENCES and is_setting(value):
+                self.plain[name] = value if kind is tuple else copy.deepcopy(value)  # it may be changed in place
         if module._buffers:
             self.buffers = {name: (x, stamp(x)) for name, x in module._buffers.items() if x is not None}
         if options is not module:
@@ -66,7 +72,7 @@ class Hyperparameters:
         """The module, or a copy that has the settings of the call."""
         now, buffers = module.__dict__, module._buffers
         for name, value in self.plain.items():
-            if is_other(now.get(name), value) and not name.startswith("_"):
+            if now.get(name) is not value and is_other(now.get(name), value) and not name.startswith("_"):
                 return self.earlier(module)
         for name, (x, known) in self.buffers.items():
             if buffers.get(name) is not x or is_changed(x, known):
