@@ -110,9 +110,12 @@ def reach_functions(
     if not sources:
         return
     several = sum(edge[0] is not None for edge in record.edges) > 1
-    by_rule = several and record.rule is not None and not isinstance(record.rule, Loss)
-    found = at_inputs_by_rule(record, grad, sources) if by_rule else at_inputs(record, grad, sources)
-    for source, at_end in found:
+    has_rule = record.rule is not None and not isinstance(record.rule, Loss)
+    found = {} if several and has_rule else at_inputs(record, grad, sources)
+    missing = {k: source for k, source in sources.items() if k not in found}
+    if missing and has_rule:
+        found |= at_inputs_by_rule(record, grad, missing)
+    for source, at_end in ((sources[k], found[k]) for k in sources if k in found):
         whole = StretchCall(source, at_end, (), rows, n)
         whole.broadcast = None if whole.merged else BroadcastRows(source, at_end)
         for key, sweep in sweeps.items():
@@ -123,8 +126,11 @@ def reach_functions(
                 parameters.collect(parameters.state_of(param), key, use, n)
 
 
-def at_inputs(record: Record, grad: Tensor, sources: Mapping[int, Source]) -> list[tuple[Source, Tensor]]:
-    """The gradient at the ends of stretches, by autograd's graph of the call."""
+def at_inputs(record: Record, grad: Tensor, sources: Mapping[int, Source]) -> dict[int, Tensor]:
+    """The gradient at the ends of stretches, by autograd's graph of the call.
+
+    It does not lead to an input that a rule has put in another form (the mask of attention, head by head).
+    """
     here = engine.current_node()
     quieten_layer(record, here)
     edges = [gradient_edge(record.edges[index]) for index in sources]
@@ -136,15 +142,15 @@ def at_inputs(record: Record, grad: Tensor, sources: Mapping[int, Source]) -> li
             [record.exit(number).one_to_graph(grad) for _, number in ends],
             create_graph=torch.is_grad_enabled(),
         )
-    pairs = zip(sources.values(), found, strict=True)
-    return [(source, source.entrance.one_to_rule(g)) for source, g in pairs if g is not None]
+    pairs = zip(sources.items(), found, strict=True)
+    return {k: source.entrance.one_to_rule(g) for (k, source), g in pairs if g is not None}
 
 
-def at_inputs_by_rule(record: Record, grad: Tensor, sources: Mapping[int, Source]) -> list[tuple[Source, Tensor]]:
+def at_inputs_by_rule(record: Record, grad: Tensor, sources: Mapping[int, Source]) -> dict[int, Tensor]:
     """The same for several inputs, by the rule: one may be computed from another, or be the same tensor."""
     grad, call = matched(grad, record.call())
     rule = record.rule
     assert rule is not None
     with connected(record, call, engine.current_node()):
         rule.capture(call)
-        return [(source, rule.jac_t_mat_prod(call, grad[None], index)[0]) for index, source in sources.items()]
+        return {index: rule.jac_t_mat_prod(call, grad[None], index)[0] for index in sources}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.verification import Verdict
 from tests.references.compare import Assembled, check, rand
 
 N = 3
@@ -166,3 +167,39 @@ def test_parameters_that_a_layer_is_given(n: int) -> None:
     x, y = torch.randn(n, 5, 2), torch.randint(3, (n,))
     found = bpk.verify(Given(), nn.CrossEntropyLoss(), x, y, *quantities, raise_on_error=True)
     assert found.summary() == "42 ok"
+
+
+class LearnedMask(nn.Module):
+    """Attention to data, with scores that are learned for each head; a layer takes its mask head by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(12, 3)
+        self.scores = nn.Parameter(torch.randn(2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.scores.repeat(len(x), 1, 1)
+        return self.head(self.attention(x, x, x, attn_mask=mask)[0].flatten(1))
+
+
+class WeightedBags(nn.Module):
+    """Bags of different lengths, whose tokens have learned weights; a layer takes them bag by bag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.mix, self.head = nn.EmbeddingBag(5, 4, mode="sum"), nn.Linear(2, 4), nn.Linear(4, 3)
+        self.shares = nn.Parameter(torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bags = self.bag(torch.tensor([1, 2, 2, 0, 3, 1, 4]), torch.tensor([0, 2, 2]), self.shares)
+        return self.head(torch.tanh(bags + self.mix(x)))
+
+
+@pytest.mark.parametrize(("model", "shape"), [(LearnedMask, (N, 3, 4)), (WeightedBags, (N, 2))])
+def test_parameters_that_a_layer_takes_in_another_form(model: type[nn.Module], shape: tuple[int, ...]) -> None:
+    """Autograd's graph does not lead to what a rule sees in their place: they had no field in first order."""
+    torch.manual_seed(0)
+    quantities = (E.BatchGrad(), E.BatchL2Grad(), E.Variance(), E.DiagGGNExact(), E.DiagHessian(), E.HMP())
+    x, y = torch.randn(shape), torch.randint(3, (N,))
+    found = bpk.verify(model(), nn.CrossEntropyLoss(), x, y, *quantities, raise_on_error=True)
+    assert not found.of(Verdict.REFUSED), found
