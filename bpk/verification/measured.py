@@ -82,7 +82,7 @@ class Measured:
                     text = one_line(error) if refused else f"{type(error).__name__}: {one_line(error)}"
                     result.ended = dict.fromkeys(places, (Verdict.REFUSED if refused else Verdict.WRONG, text))
                     return result
-            result.warned += [one_line(w.message) for w in caught if issubclass(w.category, UserWarning)]
+            result.warned += [text for w in caught if leaves_out(extension, text := one_line(w.message))]
         return result
 
     def run_group(
@@ -122,6 +122,13 @@ class Measured:
         context.checks_objective = False  # where it would refuse, the comparison shows which numbers are wrong
         with context:
             loss.backward()
+
+
+def leaves_out(extension: BackpropExtension, warning: str) -> bool:
+    """Whether a warning says that there are parameters without this quantity; others excuse no missing field."""
+    return type(extension).__name__ in warning and any(
+        s in warning for s in (" cannot be computed for ", " no field of ")
+    )
 
 
 def columns_of(extension: BackpropExtension, exact: int) -> int:

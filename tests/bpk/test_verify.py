@@ -186,6 +186,24 @@ def test_missing_field_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no field" in result.wrong[0].note
 
 
+def test_missing_field_is_wrong_whatever_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a parameter goes the generic way is no reason why it has no field; it was called refused."""
+    monkeypatch.setattr(E.BatchGrad, "value", lambda self, uses: None)
+    result = bpk.verify(Scaled(), nn.MSELoss(), torch.randn(3, 4), torch.randn(3, 2), E.BatchGrad())
+    assert ["no field" in row.note for row in result.wrong] == [True] * 3, result
+
+
+class Scaled(nn.Module):
+    """A function uses a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(4, 2), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) * self.scale.exp()
+
+
 # ---- what is not compared is said ------------------------------------------------------------------------
 def test_mixed_samples() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
