@@ -28,6 +28,9 @@ STANDARD_ERRORS = 8.0
 ROUNDINGS = 1000
 """Of how many roundings in a shorter format than its own a result may be made."""
 
+MOST, MOST_OF_ALL = 0.1, 0.01
+"""Errors beyond are none of rounding: relative to a parameter's values, and to the largest ones of all parameters."""
+
 FEWER = "fewer entries than asked for, because each takes backward passes of its own (passes=)"
 ZERO = "all that was compared is zero"
 
@@ -57,8 +60,8 @@ class Tolerance:
         eps, shorter = torch.finfo(dtype).eps, torch.finfo(computed_in).eps
         relative = max(eps**0.5 * 5, ROUNDINGS * shorter) if shorter > eps else eps**0.5 * 5
         return cls(
-            min(0.1, relative) if effort.relative is None else effort.relative,
-            100 * max(eps, shorter) if effort.absolute is None else effort.absolute,
+            min(MOST, relative) if effort.relative is None else effort.relative,
+            min(MOST_OF_ALL, 100 * max(eps, shorter)) if effort.absolute is None else effort.absolute,
         )
 
 

@@ -134,3 +134,15 @@ def test_complex_numbers_keep_their_imaginary_part() -> None:
     model.register_buffer("phase", torch.randn(4, dtype=torch.complex64))
     x = torch.randn(5, 4, dtype=torch.complex64)
     bpk.verify(model, nn.CrossEntropyLoss(), x, torch.arange(5) % 2, *EXACT, raise_on_error=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_zeros_are_wrong_in_any_format(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were taken for rounding, beside the largest values of all parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+    x, y = torch.randn(6, 8).to(dtype), torch.randint(3, (6,))
+    assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, *EXACT, dtype=dtype, raise_on_error=True)
+    right = E.BatchGrad.value
+    monkeypatch.setattr(E.BatchGrad, "value", lambda self, uses: 0 * right(self, uses))
+    assert len(bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.BatchGrad(), dtype=dtype).wrong) == 6
