@@ -72,6 +72,13 @@ class Entries(Defined):
                 value = value.reshape(*value.shape[:k], place.shape.numel())[..., place.entries]
         return [value]
 
+    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
+        [right] = super().expected(ref, place, found)
+        for axis, known, seen in zip(self.axes, right.shape, found[0].shape, strict=False):
+            if axis not in "NP" and known != seen:  # of samples and entries, a costly reference has the first ones
+                raise Mismatch(f"the field is of {seen} {NAMES[axis]}s, its definition of {known}")
+        return [right]
+
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
         seen: dict[str, Callable[[int], Any]] = {"N": place.numbers.__getitem__, "P": place.index}
         pairs = zip(self.axes, index, strict=False)
@@ -88,6 +95,9 @@ class Root(Entries):
     def read(self, value: Any, place: Place) -> Read:
         [rows] = super().read(value, place)
         return [torch.einsum("cni,cnj->nij", rows, rows)]
+
+    def expected(self, ref: Reference, place: Place, found: Read) -> Read:
+        return Defined.expected(self, ref, place, found)
 
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
         entries = f"{place.index(index[1])} and {place.index(index[2])}"

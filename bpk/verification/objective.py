@@ -144,9 +144,8 @@ def gradients_of(
     """`J^T vector` of a value, or the gradient of a scalar; `None` where it does not depend."""
     if not wrt or not value.requires_grad:
         return [None] * len(wrt)
-    return list(
-        torch.autograd.grad(value, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    )
+    found = torch.autograd.grad(value, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    return [g if g is None or g.layout is torch.strided else g.to_dense() for g in found]
 
 
 def same(left: Tensor | None, right: Tensor | None) -> bool:

@@ -133,6 +133,24 @@ def test_wrong_shapes_are_found(extension: BackpropExtension, monkeypatch: pytes
     assert len(result.wrong) == 4, result
 
 
+def test_too_many_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones alone were compared, as if more were too costly."""
+    right = E.TokenGrad.value
+    monkeypatch.setattr(E.TokenGrad, "value", lambda self, uses: torch.cat([right(self, uses)] * 2, 1))
+    result = bpk.verify(*mlp(), E.TokenGrad())
+    assert {row.note for row in result.wrong} == {"the field is of 2 tokens, its definition of 1"}, result
+    assert len(result.wrong) == 4
+
+
+def test_sparse_gradients() -> None:
+    """They ended it with an error of torch's."""
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    x, y = torch.randint(5, (3, 2)), torch.tensor([0, 1, 1])
+    result = bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.BatchGrad(), E.DiagGGNExact())
+    assert {row.verdict for row in result.rows} == {Verdict.REFUSED}, result
+    assert "its gradient is sparse" in result.rows[0].note
+
+
 class Cube(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x**3
