@@ -31,7 +31,7 @@ from bpk.verification.structure import in_words, tensors_of
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
-SIGNS = "its draws of signs are repeated"
+SIGNS = "its draws of signs are repeated; the mean of {} draws is right"
 REPEATED = "its draws are repeated; at the loss, the mean of {} draws is right"
 
 
@@ -77,17 +77,17 @@ def rows(
         with reference.sampled(drawn):
             note = REPEATED if check.of_loss_hessian else SIGNS
             found = rows_of(extension, check, here, measurement, reference, tolerance, note)
-        table += with_judged_draws(found, reference, draws, effort.entries) if check.of_loss_hessian else found
+        table += with_judged_draws(found, reference, draws, effort.entries, check.of_loss_hessian)
     return table
 
 
-def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entries: int) -> list[Row]:
-    """Rows that are right for these draws are wrong if the draws do not have the Hessian as their expectation."""
+def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entries: int, of_loss: bool) -> list[Row]:
+    """Rows that are right for these draws are wrong if these have another expectation than the Hessian, or `I`."""
     if not any(row.verdict is Verdict.OK for row in rows):
         return rows
     try:
         with derivatives():
-            mistake, count = draws.judged(reference.split, entries, reference.problem.seed)
+            mistake, count = draws.judged(reference.split, entries, reference.problem.seed, of_loss)
     except NoReference as error:  # nobody knows what these draws must be
         why = str(error)
         return [
@@ -96,7 +96,7 @@ def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entri
     return [
         replace(row, verdict=Verdict.WRONG, note=mistake)
         if mistake and row.verdict is Verdict.OK
-        else replace(row, note=row.note.replace(REPEATED, REPEATED.format(count)))
+        else replace(row, note=row.note.replace("{}", str(count)))
         for row in rows
     ]
 

@@ -68,7 +68,7 @@ class Draws:
 
     def __init__(self, parts: Sequence[Part], order: Sequence[int]) -> None:
         self.parts, self.order = parts, order
-        self.known: tuple[str, int] | None = None
+        self.known: dict[bool, tuple[str, int]] = {}
 
     @classmethod
     @differentiable_twice()
@@ -89,13 +89,13 @@ class Draws:
         drawn = {k: self.parts[k].draw(count) if of_loss else self.parts[k].signs(count) for k in self.order}
         return torch.block_diag(*(drawn[k] for k in range(len(self.parts)))) if len(drawn) > 1 else drawn[0]
 
-    def judged(self, split: Split, entries: int, seed: int) -> tuple[str, int]:
-        """Where the mean of `S S^T` is not the Hessian of the loss, or nothing; and how many draws that took."""
-        if self.known is None:
-            self.known = self.mistake(split, entries, seed)
-        return self.known
+    def judged(self, split: Split, entries: int, seed: int, of_loss: bool = True) -> tuple[str, int]:
+        """Where the mean of `S S^T` is not the Hessian of the loss (of signs: `I`), or nothing; and of how many."""
+        if of_loss not in self.known:
+            self.known[of_loss] = self.mistake(split, entries, seed, of_loss)
+        return self.known[of_loss]
 
-    def mistake(self, split: Split, entries: int, seed: int) -> tuple[str, int]:
+    def mistake(self, split: Split, entries: int, seed: int, of_loss: bool) -> tuple[str, int]:
         """Compare at some entries.
 
         The mean of `K` products of size at most `b^2` is off by `sqrt(b^2 h / K)`, and by `b^2 / K` through events that
@@ -109,21 +109,22 @@ class Draws:
         wanted = max(20, min(MANY, NUMBERS // size))
         step = min(wanted, max(1, AT_ONCE // (size * len(self.parts))))
         while drawn < wanted:
-            columns = self.at(step, seed + drawn) * step**0.5
+            columns = self.at(step, seed + drawn, of_loss) * step**0.5
             total += columns[:, where].T @ columns
             largest, drawn = max(largest, float(columns.nan_to_num().square().max())), drawn + step
         for k, e in enumerate(where.tolist()):
             unit = torch.zeros_like(split.pred)
             unit[e] = 1.0
             mine = split.owner == split.owner[e]
-            right, mean = split.loss_product(unit)[mine], (total[k] / drawn)[mine]
+            right, mean = (split.loss_product(unit) if of_loss else unit)[mine], (total[k] / drawn)[mine]
             scale = float(right.abs().max())
             error = (mean - right).abs()
             allowed = ERRORS * (largest * scale / drawn) ** 0.5 + ERRORS**2 * largest / drawn
             if not bool(((error <= allowed) | ~right.isfinite()).all()):
                 at = int(error.nan_to_num(torch.inf).argmax())
-                about = f"the mean of {drawn} draws of an entry of the loss Hessian is"
-                return f"{about} {float(mean[at]):.6g}, autograd {float(right[at]):.6g}", drawn
+                what, who = ("the loss Hessian", "autograd") if of_loss else ("the identity", "right")
+                about = f"the mean of {drawn} draws of an entry of {what} is"
+                return f"{about} {float(mean[at]):.6g}, {who} {float(right[at]):.6g}", drawn
         return "", drawn
 
 

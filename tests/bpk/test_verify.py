@@ -18,7 +18,9 @@ from bpk.jacobians import Elementwise
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.normalization import Normalization
 from bpk.rules import REGISTRY
-from bpk.verification import Verdict
+from bpk.sweeps.starts import square_root
+from bpk.sweeps.starts.square_root import random_signs
+from bpk.verification import Verdict, draws
 from tests.references.compare import Assembled
 
 DRAWN = (E.DiagGGNMC, E.BatchDiagGGNMC, E.SqrtGGNMC, E.KFAC)
@@ -140,6 +142,14 @@ def test_too_many_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     result = bpk.verify(*mlp(), E.TokenGrad())
     assert {row.note for row in result.wrong} == {"the field is of 2 tokens, its definition of 1"}, result
     assert len(result.wrong) == 4
+
+
+def test_wrong_signs_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are drawn by what is checked, and were believed."""
+    for module in (square_root, draws):
+        monkeypatch.setattr(module, "random_signs", lambda *args: 1.5 * random_signs(*args))
+    result = bpk.verify(*mlp(), E.DiagJTJMC())
+    assert len(result.wrong) == 4 and "draws of an entry of the identity is" in result.wrong[0].note, result
 
 
 def test_sparse_gradients() -> None:
