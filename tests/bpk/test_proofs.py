@@ -153,3 +153,22 @@ def test_samples_that_mix_in_large_batches() -> None:
                 loss_fn(model(x), y).backward()
         else:
             check_rows(model, loss_fn, x, y)
+
+
+def test_samples_of_a_very_large_batch_stay_apart() -> None:
+    """Each has a weight by which its rows are known: random ones of so many would be equal, or nearly so."""
+
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(1, 1), nn.Linear(1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).exp().flip(0))
+
+    torch.manual_seed(0)
+    model, x, y = bpk.extend(Reversed()).double(), torch.randn(50_000, 1).double(), torch.randn(50_000, 1).double()
+    with bpk.backpack(E.BatchGrad()):
+        bpk.extend(nn.MSELoss(reduction="sum"))(model(x), y).backward()
+    expected = model.last.bias.grad_batch * model.last.weight[0] * model.first(x).exp().flip(0)
+    torch.testing.assert_close(model.first.bias.grad_batch, expected.detach())

@@ -61,8 +61,7 @@ def follow(
     """
     device = root.inputs[0].device
     rows = rows.to(device if device.type == "cuda" else "cpu")  # others may have no double precision
-    drawn = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
-    weights = 1 + drawn.sort().values.to(rows.device)
+    weights = all_apart(n).to(rows.device)
     known = {root: rows}
     arrived: dict[Record, Tensor] = {}
     for record in [root, *sources.in_backward_order(root, above)]:
@@ -84,6 +83,12 @@ def follow(
                     return None
                 arrived[target] = added(arrived[target], part) if target in arrived else part
     return known
+
+
+def all_apart(n: int) -> Tensor:
+    """Weights `[n]` between one and two, in order: none is the mean of others, and no two of many are nearly equal."""
+    drawn = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    return 1 + (torch.arange(n, device="cpu") + drawn / 2) / n
 
 
 def to_targets(
