@@ -7,7 +7,7 @@ calls are left to autograd: they become part of the stretch that the functions a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from bpk.jacobians.families.passage import Passage
 from bpk.plan.graph import Source
@@ -55,28 +55,36 @@ class Between:
                 for target, _ in source.targets:
                     self.readers[target].append(source)
 
-    def onwards(self, record: Record) -> Iterator[Source]:
+    def onwards(self, record: Record) -> list[Source]:
         """What reads the result of a call, or of candidates that do."""
-        for source in self.readers[record]:
-            if source.consumer in self.candidates and not is_curved(source):
-                yield from self.onwards(source.consumer)
-            else:
-                yield source
+        found, waiting, seen = list[Source](), [record], {record}
+        while waiting:
+            for source in self.readers[waiting.pop()]:
+                reader = source.consumer
+                if reader not in self.candidates or is_curved(source):
+                    found.append(source)
+                elif reader not in seen:  # streams branch and meet again
+                    seen.add(reader)
+                    waiting.append(reader)
+        return found
 
-    def back(self, record: Record) -> Iterator[Source]:
+    def back(self, record: Record) -> list[Source]:
         """What feeds a call, or candidates that do."""
-        for source in self.sources[record].values():
-            before = [target for target, _ in source.targets]
-            if is_curved(source) or not all(target in self.candidates for target in before):
-                yield source
-            else:
-                for target in before:
-                    yield from self.back(target)
+        found, waiting, seen = list[Source](), [record], {record}
+        while waiting:
+            for source in self.sources[waiting.pop()].values():
+                before = {target for target, _ in source.targets}
+                if is_curved(source) or not before <= self.candidates.keys():
+                    found.append(source)
+                else:
+                    waiting += before - seen
+                    seen |= before
+        return found
 
     def stands(self, record: Record) -> bool:
         """Whether curved functions read a call, and feed it by no more entries than its result has, beside those that
         the functions which read it depend on anyway."""
-        read, fed = list(self.onwards(record)), list(self.back(record))
+        read, fed = self.onwards(record), self.back(record)
         if not (read and fed and all(map(is_curved, (*read, *fed)))):
             return False
         known = {target for source in read for target, _ in source.targets}

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.plan import dissolving
+from bpk.plan.dissolving import is_curved
+from bpk.plan.graph import Source
 from bpk.sweeps.columns.column_sweep import Run
 from tests.bpk.test_merged_columns import expected
 from tests.helpers import extended
@@ -152,3 +155,33 @@ def test_a_graph_that_is_kept_may_be_passed_again() -> None:
     with bpk.backpack(E.DiagGGNExact()):
         loss_fn(model(x), y).backward()
     torch.testing.assert_close(again, [p.diag_ggn_exact for p in model.parameters()])
+
+
+class Stream(nn.Module):
+    """Layers without parameters beside the identity, between curved functions: every sum has two ways to go on."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.inner = nn.ModuleList(nn.Tanh() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).sin()
+        for layer in self.inner:
+            h = h + layer(h)
+        return self.last(h.sin())
+
+
+def test_each_call_of_a_stream_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Source] = []
+
+    def counted(source: Source) -> bool:
+        asked.append(source)
+        return is_curved(source)
+
+    monkeypatch.setattr(dissolving, "is_curved", counted)
+    blocks = 14
+    model, loss_fn = extended(Stream(blocks))
+    with bpk.backpack(E.DiagHessian()):
+        loss_fn(model(torch.randn(1, 2)), torch.tensor([0])).backward()
+    assert 0 < len(asked) <= (4 * blocks) ** 2
