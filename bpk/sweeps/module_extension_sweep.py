@@ -33,9 +33,9 @@ class ModuleExtensionSweep(Player):
         if self.module_extensions is None or not self.module_extensions.serves(step):
             raise module_extension_refused(step.where)
         step.reached = True
-        sent = self.module_extensions.apply(step, None if step.is_loss else self.waiting.pop(step, None))
-        for index, link in step.links.items():
-            self.send(link, sent[index] if isinstance(sent, (list, tuple)) else sent)
+        arrived = None if step.is_loss else self.waiting.pop(step, None)
+        for index, sent in self.module_extensions.pass_on(step, arrived).items():
+            self.send(step.links[index], sent)
 
     def pass_functions(self, step: Step, share: Any) -> None:
         """Only columns pass functions."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +48,42 @@ class ModuleExtensions:
         """Save the fields of a layer; returns what its input receives."""
         return self.run(step.record, step.node, step.grad, quantity)
 
+    def pass_on(self, step: Step, quantity: Any) -> dict[int, Any]:
+        """`apply`; returns what each input receives that is fed by another call, by its number.
+
+        Raises:
+            ValueError: If a list does not have one entry for each input of the layer.
+        """
+        sent, feeds = self.apply(step, quantity), step.links
+        if not isinstance(sent, (list, tuple)):
+            return dict.fromkeys(feeds, sent)
+        unread = [x for k, x in enumerate(sent) if k not in feeds and x is not None]
+        if not max(feeds, default=-1) < len(sent) <= len(step.record.inputs) or (step.is_loss and unread):
+            what = f"a {type(sent).__name__} of {len(sent)}"
+            do = "return such a list; where one input receives several tensors, put them into a dict."
+            raise ValueError(self.wrong(step, what, "a list or a tuple has one entry for each input of the layer.", do))
+        return {index: sent[index] for index in feeds}
+
+    def pass_tensors(self, step: Step, quantity: Any, shapes: Mapping[int, Sequence[int]]) -> dict[Any, Tensor]:
+        """The same where what travels are tensors of these `shapes` (-1: any length).
+
+        Raises:
+            ValueError: If they are not.
+        """
+        found = self.pass_on(step, quantity)
+        for index, x in found.items():
+            if not has_shape(x, shapes[index]):
+                what = str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__
+                wanted = str(list(shapes[index])).replace("-1", "any")
+                why = f"{self.extension} hands {wanted} on to what feeds the layer."
+                raise ValueError(self.wrong(step, what, why, "return a tensor of that shape."))
+        return found
+
+    def wrong(self, step: Step, what: str, why: str, do: str) -> str:
+        """What the user is told whose module extension returned this."""
+        written = type(self.extension.module_extension(step.record.module)).__name__
+        return explain(f"{written}.backpropagate returned {what} at {step.where}.", why, do)
+
     def run(self, record: Record, node: Node | None, grad: Tensor, quantity: Any) -> Any:
         """The same for a recorded call, whose output is at `node` and has this gradient."""
         module, written = record.module, self.extension.module_extension(record.module)
@@ -62,6 +98,15 @@ class ModuleExtensions:
                 value = written.extract(name, self.extension, module, g_inp, g_out, quantity)
                 self.parameters.save(param, self.extension.savefield, value)
         return written.backpropagate(self.extension, module, g_inp, g_out, quantity)
+
+
+def has_shape(x: Any, shape: Sequence[int]) -> bool:
+    """Whether something is a tensor of a shape, in which -1 stands for any length."""
+    return (
+        isinstance(x, Tensor)
+        and x.dim() == len(shape)
+        and all(b in (a, -1) for a, b in zip(x.shape, shape, strict=True))
+    )
 
 
 def gradients_at_inputs(record: Record, node: Node, grad: Tensor) -> Gradients:

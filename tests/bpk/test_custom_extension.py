@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from bpk.extensions.secondorder.diag_ggn import DiagGGNExact
 from bpk.jacobians.core.errors import RuleError, UnsupportedLayer
 from bpk.jacobians.core.example import case
 from bpk.jacobians.families.autodiff import Autodiff
-from tests.helpers import FIELDS, backward, data, saved
+from tests.helpers import FIELDS, backward, data, extended, saved
 from tests.references.reference import Reference
 
 
@@ -240,3 +241,33 @@ def test_extension_base_class_and_fail_modes() -> None:
     assert isinstance(DiagGGNExact(), BackpropExtension)
     assert isinstance(DiagGGNExact(), SecondOrderBackpropExtension)
     assert not isinstance(E.BatchGrad(), SecondOrderBackpropExtension)
+
+
+class Returns(ScaleDiagGGN):
+    """Hands on what it is told to."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def backpropagate(self, ext: Any, module: nn.Module, grad_inp: Any, grad_out: Any, bpQuantities: Any) -> Any:
+        return self.change(bpQuantities)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda mat: mat[..., :1], r"\[3, 5, 1\]"),
+        (lambda mat: [mat, mat], "a list of 2"),
+        (lambda mat: [], "a list of 0"),
+        (lambda mat: None, "NoneType"),
+    ],
+)
+def test_what_travels_on_has_the_shape_of_the_input(change: Callable[[Tensor], Any], what: str) -> None:
+    """One entry for all features was multiplied with each of them, and of two tensors one was left out."""
+    extension = DiagGGNExact()
+    extension.set_module_extension(Scale, Returns(change))
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 3), Scale(), nn.Linear(3, 3)).double())
+    loss = loss_fn(model(torch.randn(5, 4).double()), torch.arange(5) % 3)
+    with pytest.raises(ValueError, match=f"Returns.backpropagate returned {what} at '1'"), bpk.backpack(extension):
+        loss.backward()

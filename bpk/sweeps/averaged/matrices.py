@@ -139,9 +139,10 @@ class Averaged(Player):
         assert self.module_extensions is not None
         if row or len(step.links) > 1:
             raise module_extension_refused(step.where)
-        sent = self.module_extensions.apply(step, matrix)
+        sizes = {index: step.call.inputs[index].shape[1:].numel() for index in step.links}
+        mats = self.module_extensions.pass_tensors(step, matrix, {index: (d, d) for index, d in sizes.items()})
         for index, link in step.links.items():
-            self.add_between(link, link, sent if isinstance(sent, Tensor) else sent[index])
+            self.add_between(link, link, mats[index])
 
     def collect(self, step: Step, averages: Averages) -> None:
         """Hand what has arrived to the parameters of a call; those whose last use it is have got all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 import torch
@@ -71,9 +71,9 @@ class ColumnSweep(Player):
     def from_module_extension(self, step: Step) -> LazyColumns:
         """What a user's module extension for a loss returns."""
         assert self.module_extensions is not None
-        sent = self.module_extensions.apply(step, None)
-        mats = [sent] if isinstance(sent, Tensor) else list(sent)
-        return as_lazy({index: mats[index] for index in step.links}, None, "loss")
+        n = -1 if self.samples is not None else step.batch_size
+        shapes = {index: (-1, n, *step.call.inputs[index].shape[1:]) for index in step.links}
+        return as_lazy(self.module_extensions.pass_tensors(step, None, shapes), None, "loss")
 
     def withdraw(self, step: Step, deposits: Deposits) -> None:
         """What has been added up before a step goes on, with the columns that have come here since."""
@@ -220,9 +220,9 @@ class Run:
     def apply_module_extension(self, step: Step, columns: Columns) -> None:
         """Let a user's module extension do it."""
         assert self.sweep.module_extensions is not None
-        sizes = [len(mat) for mat in columns.blocks.values()]
-        sent = self.sweep.module_extensions.apply(step, torch.cat(list(columns.blocks.values())))
-        mats: Sequence[Tensor] = [sent] if isinstance(sent, Tensor) else list(sent or ())
+        sizes, inputs = [len(mat) for mat in columns.blocks.values()], step.view(self.sweep.samples).inputs
+        shapes = {index: (sum(sizes), *inputs[index].shape) for index in step.links}
+        mats = self.sweep.module_extensions.pass_tensors(step, torch.cat(list(columns.blocks.values())), shapes)
         for index, link in step.links.items():
             for key, mat in zip(columns.blocks, mats[index].split(sizes), strict=True):
                 self.send(link, key, mat, columns.signs[key])
