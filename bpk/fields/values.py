@@ -31,10 +31,9 @@ def value_of(extension: Quantity, uses: Uses, adds_up: bool = False, keeps: Part
                 keeps[extension.savefield] = parts
             return value
         if keeps is not None and not extension.adds_field:
-            given, parts = uses.gradient, extension.statistic(uses)
-            keeps[extension.savefield] = {
-                name: x.clone() if given is not None and x is given else x for name, x in parts.items()
-            }
+            parts, told = extension.statistic(uses), uses.uses[0].call.sums or {}  # autograd takes the sum for `.grad`
+            given = {id(x) for x in (uses.gradient, *told.values()) if x is not None}
+            keeps[extension.savefield] = {name: x.clone() if id(x) in given else x for name, x in parts.items()}
         return extension.statistic(uses) if adds_up else extension.value(uses)
     except RuntimeError as error:
         sizes = {use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs}

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk.extensions import BatchGrad, BatchL2Grad, ClippedGrad, DiagGGNMC, SumGradSquared, Variance
-from bpk.fields import awaited
+from bpk.fields import awaited, local
+from bpk.fields.local import known_of
 from bpk.jacobians.convolution.convolution import Conv
 from bpk.jacobians.core import cost, numeric
 from bpk.jacobians.core.call import Call, Wrt
@@ -450,3 +452,22 @@ def test_clipping_takes_them_from_its_norms() -> None:
     same(model, expected)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.clipped_grad, expected[name])
+
+
+def test_what_processes_will_add_up_does_not_change_with_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DistributedDataParallel` overwrites `.grad` with the mean over processes, and users clip it."""
+    model, x, y = problem("linear, positions", torch.float32)
+    expected, loss_fn = plain_gradients(model, x, y), bpk.extend(nn.CrossEntropyLoss())
+    bpk.extend(model)
+    monkeypatch.setattr(local, "may_shard", lambda: True)  # so that one process notes what several would
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with bpk.backpack(Variance()):
+            loss_fn(model(x), y).backward()
+    finally:
+        dist.destroy_process_group()
+    model.zero_grad(set_to_none=False)
+    for name, p in model.named_parameters():
+        known = known_of(p, "variance")
+        assert known is not None and known.parts is not None
+        torch.testing.assert_close(known.parts["sum"], expected[name])
