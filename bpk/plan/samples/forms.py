@@ -91,7 +91,8 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
     axes rows are.
     """
     shapes = tuple([x.shape for x in (*record.inputs, *record.results.values())])
-    looks_at = None if record.rule is None or record.problem else record.rule.acts_on(record.call())
+    known = None if record.problem or not record.results else record.rule
+    looks_at = None if known is None else known.acts_on(record.call())
     return (
         weakref.ref(record.module),
         record.rule,
