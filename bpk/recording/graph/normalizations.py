@@ -62,6 +62,15 @@ LAYERS: dict[str, tuple[type[nn.Module], str]] = {
 }
 """By node: which layer does what it does, and what users write in its place."""
 
+RUNNING = ("running_mean", "running_var")
+KEPT: dict[str, tuple[str, ...]] = {
+    "NativeLayerNorm": ("normalized_shape", "result2"),
+    "NativeGroupNorm": ("group", "result2"),
+    "NativeBatchNorm": ("training", "eps", *RUNNING),
+    **dict.fromkeys(("CudnnBatchNorm", "MiopenBatchNorm"), ("training", "epsilon", *RUNNING)),
+}
+"""By node: under which names it keeps the options, or what they follow from (of groups, torch 2.14 keeps no `eps`)."""
+
 
 @cache
 def stand_in(name: str) -> nn.Module:
@@ -88,6 +97,8 @@ def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callab
     node = edge[0]
     if node is None or (kind := function_name(node)) not in LAYERS or not can_be_written_down(node, "input", again):
         return None
+    if not {"input", "weight", *KEPT[kind]} <= engine.saved_names(type(node)):
+        return None  # another version of torch
     if edge[1]:  # its statistics are used: nobody shall write it down
         engine.belongings(node)[LEFT] = True
         return None
@@ -119,13 +130,13 @@ def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callab
 
 def options_of(node: Node, kind: str, x: Tensor) -> Options | None:
     """The options of a call, from its node; `None` if its statistics are those of a batch."""
-    if kind == "NativeLayerNorm":
-        shape, rstd = kept_by(node, "normalized_shape", "result2")
-        return OfFeatures(tuple(shape), eps_of(x, rstd))
-    if kind == "NativeGroupNorm":
-        return OfGroups(*kept_by(node, "group", "eps"))
-    training, eps = kept_by(node, "training", "epsilon" if kind != "NativeBatchNorm" else "eps")
-    mean, var = (None, None) if training else kept_by(node, "running_mean", "running_var")
+    first, second, *running = KEPT[kind]
+    if not running:
+        whose, rstd = kept_by(node, first, second)
+        eps = eps_of(x, rstd)
+        return OfFeatures(tuple(whose), eps) if kind == "NativeLayerNorm" else OfGroups(whose, eps)
+    training, eps = kept_by(node, first, second)
+    mean, var = (None, None) if training else kept_by(node, *running)
     return None if mean is None or var is None else OfBatch(mean, var, eps)
 
 
