@@ -146,10 +146,10 @@ def tensor_in_words(dtype: torch.dtype, axes: int) -> str:
     return f"{str(dtype).removeprefix('torch.')} tensor of {axes} axes"
 
 
-def rows_of(batch: Any) -> int:
-    """How many rows the first tensor of a batch has."""
+def rows_of(batch: Any) -> int | None:
+    """How many rows the first tensor of a batch has (`None`: there is none, or it has no axes)."""
     first = next(iter(tensors_in(batch)), None)
-    return 0 if first is None or not first.dim() else len(first)
+    return None if first is None or not first.dim() else len(first)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

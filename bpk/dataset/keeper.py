@@ -80,7 +80,7 @@ class Keeper:
         """Note what the loader gives, before a step changes it."""
         if self.path is not None:
             first, rows = self.given
-            self.given = first or digest(batch), rows + rows_of(batch)
+            self.given = first or digest(batch), rows + (rows_of(batch) or 0)
 
     def require_same_batches(self, passed: Iterable[Any]) -> None:
         """Refuse a loader that gives other batches than those that an earlier run has added up, as far as one can tell.

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.dataset.batches import StepOf, loss_of_pair, moved, note, require_pair
+from bpk.dataset.batches import StepOf, loss_of_pair, moved, note, require_pair, rows_of
 from bpk.dataset.model_as_found import Buffers
 from bpk.dataset.totals import GRADIENT
 from bpk.dataset.watched import Seen, Watched
 from bpk.distributed.processes import Elsewhere
 from bpk.extensions.over_batches import Parts, Size
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.core.numeric import wide
 
 DivisorOf = Callable[[Any], float]
@@ -89,8 +88,7 @@ class Runner:
         """Refuse a batch of which no loss can be computed."""
         if self.step is loss_of_pair:
             require_pair(number, batch)
-        first = next(iter(tensors_in(batch)), None)
-        if first is not None and first.dim() and not first.shape[0]:
+        if rows_of(batch) == 0:
             raise ValueError(not_finite(number, "no samples"))
 
     def passed(self, number: int, batch: Any) -> OneBatch:

@@ -152,11 +152,12 @@ def by_pairs(
     """
     _, n, g, o, t = blocks[0].shape
     total = empty((n if keep else 1, g, o, width), wide(blocks[0][:0]))
-    diagonal, terms = _diagonal(t), list[Tensor]()
+    diagonal, terms, waits = _diagonal(t), list[Tensor](), total.device.type == "cpu"
     for part in chunks(n, g * t * (t + 1) * (o + width) // 16, total.device):
         left, right = _pairs_of_columns(blocks, part, weights), _pairs(wide(patches(part))).mul_(2)
         right[..., diagonal] /= 2  # a position with itself counts once
-        terms.append((left[..., diagonal].sum((2, 3)).abs() * right[..., diagonal].sum((2, 3))).sum(1))
+        if waits:
+            terms.append((left[..., diagonal].sum((2, 3)).abs() * right[..., diagonal].sum((2, 3))).sum(1))
         if keep:
             torch.matmul(left, right.mT, out=total[part])
             continue
@@ -165,10 +166,10 @@ def by_pairs(
         else:
             found = torch.einsum("bgop,bgip->goi", left, right)
         total[0] = found if part.start == 0 else total[0] + found
-    sizes = torch.cat(terms) if keep else torch.cat(terms).sum(0, keepdim=True)
-    sums = torch.linalg.vector_norm(total, 1, dim=(1, 2, 3))
-    if total.device.type == "cpu" and bool(cancel(sums, sizes).any()):
-        return None
+    if waits:
+        sizes = torch.cat(terms) if keep else torch.cat(terms).sum(0, keepdim=True)
+        if bool(cancel(torch.linalg.vector_norm(total, 1, dim=(1, 2, 3)), sizes).any()):
+            return None
     if weights is None:
         total.clamp_(min=0)  # rounding may leave tiny negative numbers
     return (total if keep else total[0]).to(blocks[0].dtype)

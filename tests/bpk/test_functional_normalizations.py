@@ -158,6 +158,27 @@ def test_inside_of_a_checkpoint(name: str, served: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["positions", "groups", "running statistics"])
+def test_a_checkpoint_is_asked_once(name: str) -> None:
+    """All that its node keeps is read at a time: each time, the checkpoint computes everything again."""
+    function, shape, weight = CASES[name]
+    calls = []
+
+    def counted(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        calls.append(name)
+        return function(x, w, b)
+
+    def again(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        found: Tensor = checkpoint(counted, x, w, b, use_reentrant=False)
+        return found
+
+    model = bpk.extend(Normalises(again, shape, weight).double())
+    calls.clear()
+    with bpk.backpack(E.DiagHessian()):
+        bpk.extend(nn.CrossEntropyLoss())(model(rand(*shape)), torch.arange(3)).backward()
+    assert len(calls) == 4  # forward pass, what is read, gradients ahead of the backward pass, and that
+
+
+@pytest.mark.parametrize("name", ["positions", "groups", "running statistics"])
 def test_autocast(name: str, served: list[str]) -> None:
     torch.manual_seed(4)
     function, shape, weight = CASES[name]

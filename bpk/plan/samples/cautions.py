@@ -89,12 +89,9 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
     if not counts:
         return
     fewer = not root.is_loss and count < min(counts) and not any(count in shape[:2] for shape in given)
-    if (
-        (n < 2 and not fewer)
-        or counts[0] == 1
-        or (max(counts) >= count and not fewer)
-        or count == merged_rows(given[0])
-    ):
+    if (n < 2 or max(counts) >= count) and not fewer:
+        return
+    if counts[0] == 1 or count == merged_rows(given[0]):
         return
     if root.is_loss and sum(counts) == count and len({shape[1:] for shape in given}) == 1:
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,14 +28,22 @@ OPTIONS = ("transposed", "stride", "padding", "dilation", "groups", "output_padd
 """What its node keeps beside tensors."""
 
 
-def stand_in(layer: type[nn.Module], function: str) -> type[nn.Module]:
+def kind_of(layer: type[nn.Module], function: str) -> type[nn.Module]:
     """A class of modules that stand for calls of a function, served by the rule of a layer."""
     return type(f"{layer.__name__}Function", (layer, Plain), {"__doc__": f"Stands for a call of `{function}`."})
 
 
-STRAIGHT = [stand_in(layer, f"F.conv{k}d") for k, layer in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)]
+def standing_for(kind: type[nn.Module], function: str, **options: Any) -> nn.Module:
+    """A module of such a class, with these options and without parameters of its own."""
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    module.__dict__.update(options, _bpk_path=function)
+    return module
+
+
+STRAIGHT = [kind_of(layer, f"F.conv{k}d") for k, layer in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)]
 TRANSPOSED = [
-    stand_in(layer, f"F.conv_transpose{k}d")
+    kind_of(layer, f"F.conv_transpose{k}d")
     for k, layer in enumerate((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), 1)
 ]
 
@@ -44,11 +53,8 @@ def convolution_layer(axes: int, *options: bool | int | tuple[int, ...]) -> nn.M
     """What stands for the layer: one for all calls with the same options, so that forms of graphs are found again."""
     known = dict(zip(OPTIONS, options, strict=True))
     kind = (TRANSPOSED if known["transposed"] else STRAIGHT)[axes - 1]
-    module = kind.__new__(kind)
-    nn.Module.__init__(module)
     name = f"F.conv{'_transpose' if known['transposed'] else ''}{axes}d"
-    module.__dict__.update(known, padding_mode="zeros", _bpk_path=name)
-    return module
+    return standing_for(kind, name, **known, padding_mode="zeros")
 
 
 def recover_convolution(edge: Edge, extended: Container[Tensor], again: Callable[[], bool]) -> Record | None:

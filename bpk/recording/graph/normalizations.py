@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
+from bpk.recording.graph.convolutions import kind_of, standing_for
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import Edge
@@ -76,12 +76,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 def stand_in(name: str) -> nn.Module:
     """What stands for the layer: one for all calls, because what is known of a graph's form is found by its modules."""
     layer, function = LAYERS[name]
-    kind: type[nn.Module]
-    kind = type(f"{layer.__name__}Function", (layer, Plain), {"__doc__": f"Stands for a call of `{function}`."})
-    module = kind.__new__(kind)
-    nn.Module.__init__(module)
-    module.__dict__["_bpk_path"] = function
-    return module
+    return standing_for(kind_of(layer, function), function)
 
 
 def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callable[[], bool]) -> Record | None:
@@ -111,14 +106,14 @@ def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callab
         if found is None or found not in extended or found is params.get("weight"):
             return None
         params[name] = found
-    if not params or is_of_parameters(given[0]):
+    if not params or is_of_parameters(given[0]) or ("training" in KEPT[kind] and engine.saved(node, "training")):
         return None
-    x, weight = kept_by(node, "input", "weight")
+    x, weight, *kept = kept_by(node, "input", "weight", *KEPT[kind])  # at once: a checkpoint computes all of it again
     if weight is not None:
         params = {"weight": weight, **params}  # also a frozen one
     if not x.numel() or any(p.device != x.device for p in params.values()):
         return None
-    options = options_of(node, kind, x)
+    options = options_of(kind, x, *kept)
     if options is None:
         return None
     module, out = stand_in(kind), engine.like_output(node)  # no rule reads it
@@ -128,15 +123,15 @@ def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callab
     return record
 
 
-def options_of(node: Node, kind: str, x: Tensor) -> Options | None:
-    """The options of a call, from its node; `None` if its statistics are those of a batch."""
-    first, second, *running = KEPT[kind]
-    if not running:
-        whose, rstd = kept_by(node, first, second)
-        eps = eps_of(x, rstd)
-        return OfFeatures(tuple(whose), eps) if kind == "NativeLayerNorm" else OfGroups(whose, eps)
-    training, eps = kept_by(node, first, second)
-    mean, var = (None, None) if training else kept_by(node, *running)
+def options_of(kind: str, x: Tensor, *kept: Any) -> Options | None:
+    """The options of a call, from what its node keeps; `None` if its statistics are those of a batch."""
+    if kind == "NativeLayerNorm":
+        shape, rstd = kept
+        return OfFeatures(tuple(shape), eps_of(x, rstd))
+    if kind == "NativeGroupNorm":
+        groups, rstd = kept
+        return OfGroups(groups, eps_of(x, rstd))
+    _, eps, mean, var = kept
     return None if mean is None or var is None else OfBatch(mean, var, eps)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.second_order.corrected import NORMALISATIONS
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source
 from bpk.recording.context.state import CTX
@@ -27,12 +28,9 @@ CONSTANT = {
 }
 """Functions whose gradient autograd takes for a constant, without saying so: why, and what can be written instead."""
 
-NORMALIZATIONS = ("NativeLayerNorm", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
-"""Functions whose statistics torch takes for constants in third derivatives."""
-
-ONCE_IN_GRADIENTS = frozenset(f"{kind}BackwardBackward0" for kind in NORMALIZATIONS)
+ONCE_IN_GRADIENTS = frozenset(name.replace("Backward0", "BackwardBackward0") for name in NORMALISATIONS)
 """What torch calls the gradient of a gradient (where the forward pass asks for one: forces), if its own derivative is
-right, and the next one is not."""
+right, and the next one is not: statistics of normalisations count as constants there."""
 
 ONCE = (
     "is not implemented",
@@ -141,7 +139,7 @@ def require_curvature(source: Source) -> None:
 
 def require_derivative_of_products(source: Source) -> None:
     """Refuse functions of which products with the Jacobian have derivatives that are wrong."""
-    if source.functions & {f"{kind}Backward0" for kind in NORMALIZATIONS}:
+    if not source.functions.isdisjoint(NORMALISATIONS):
         raise not_differentiable(source, "torch takes statistics of normalisations for constants in third derivatives")
 
 
