@@ -124,25 +124,26 @@ def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callab
 
 
 def options_of(kind: str, x: Tensor, *kept: Any) -> Options | None:
-    """The options of a call, from what its node keeps; `None` if its statistics are those of a batch."""
-    if kind == "NativeLayerNorm":
-        shape, rstd = kept
-        return OfFeatures(tuple(shape), eps_of(x, rstd))
-    if kind == "NativeGroupNorm":
-        groups, rstd = kept
-        return OfGroups(groups, eps_of(x, rstd))
+    """The options of a call, from what its node keeps; `None` if statistics are those of a batch, or none that is known."""
+    if "result2" in KEPT[kind]:
+        of, rstd = kept
+        eps = eps_of(x, rstd)
+        if eps is None:
+            return None
+        return OfGroups(of, eps) if kind == "NativeGroupNorm" else OfFeatures(tuple(of), eps)
     _, eps, mean, var = kept
     return None if mean is None or var is None else OfBatch(mean, var, eps)
 
 
-def eps_of(x: Tensor, rstd: Tensor) -> float:
+def eps_of(x: Tensor, rstd: Tensor) -> float | None:
     """What was added to variances, of which `rstd = 1 / sqrt(var + eps)` is known for each group of `x`, in order.
 
     The smallest variance tells best: beside the others, the rounding in it is small. A group that is not finite tells
-    nothing.
+    nothing. `None`: it is negative by more than rounding, which torch allows.
     """
     with torch.no_grad():
         rows, known = x.reshape(rstd.numel(), -1), rstd.flatten()
         least = known.nan_to_num(0.0).argmax()
         group, known = rows[least].to("cpu", torch.float64), known[least].to("cpu", torch.float64)
-        return max(float(known**-2 - group.var(correction=0)), 0.0)
+        eps, rounding = float(known**-2 - group.var(correction=0)), 8 * torch.finfo(x.dtype).eps * float(known**-2)
+        return max(eps, 0.0) if eps >= -rounding else None
