@@ -53,7 +53,7 @@ RULES = (
         examples=(
             case(nn.ConvTranspose1d, 2, 3, 3, shape=(3, 2, 4)),
             case(nn.ConvTranspose1d, 4, 2, 3, stride=2, padding=1, output_padding=1, groups=2, shape=(2, 4, 3)),
-            case(nn.ConvTranspose1d, 2, 2, 2, dilation=3, padding=2, bias=False, shape=(2, 2, 5)),
+            case(nn.ConvTranspose1d, 2, 2, 2, dilation=3, padding=2, output_padding=2, bias=False, shape=(2, 2, 5)),
         ),
     ),
     ConvTranspose(

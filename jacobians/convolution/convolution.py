@@ -205,38 +205,34 @@ class ConvTranspose(ChannelsFirst):
         rest = tuple_of(options.output_padding, self.axes)
         return self._run(options, inputs[0], params["weight"], params.get("bias"), rest)
 
+    def steps(self, options: Any) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+        """Stride, padding and dilation."""
+        return self.stride(options), tuple_of(options.padding, self.axes), self.dilation(options)
+
     def _run(self, options: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rest: Sequence[int]) -> Tensor:
-        padding = tuple_of(options.padding, self.axes)
-        return TRANSPOSED[self.axes](
-            x, weight, bias, self.stride(options), padding, list(rest), options.groups, self.dilation(options)
-        )
+        stride, padding, dilation = self.steps(options)
+        return TRANSPOSED[self.axes](x, weight, bias, stride, padding, list(rest), options.groups, dilation)
 
     def apply(self, call: Call, x: Tensor, weight: Tensor) -> Tensor:
-        options = call.options
-        padding = tuple_of(options.padding, self.axes)
         # from the output's size, which `forward(x, output_size)` may have chosen
-        sizes = call.output.shape[2:], x.shape[2:]
-        rest = leftover(*sizes, self.stride(options), padding, self.dilation(options), weight.shape[2:])
-        return self._run(options, x, weight, None, rest)
+        rest = leftover(call.output.shape[2:], x.shape[2:], *self.steps(call.options), weight.shape[2:])
+        return self._run(call.options, x, weight, None, rest)
 
     def apply_adjoint(self, call: Call, g: Tensor, weight: Tensor) -> Tensor:
-        options = call.options
-        padding = tuple_of(options.padding, self.axes)
-        return CONV[self.axes](g, weight, None, self.stride(options), padding, self.dilation(options), options.groups)
+        back = CONV[self.axes](g, weight, None, *self.steps(call.options), call.options.groups)
+        # an output padding of a whole stride, which dilation allows, has room for windows that no input has
+        return back[(..., *(slice(length) for length in call.inputs[0].shape[2:]))]
 
     def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
         x, options = call.inputs[0][samples], call.options
-        kernel, padding = call.params["weight"].shape[2:], tuple_of(options.padding, self.axes)
-        columns = unfold_transposed(
-            x, kernel, self.stride(options), padding, self.dilation(options), call.output.shape[2:]
-        )
+        kernel, size = call.params["weight"].shape[2:], call.output.shape[2:]
+        columns = unfold_transposed(x, kernel, *self.steps(options), size)
         return columns.reshape(x.shape[0], options.groups, columns.shape[1] // options.groups, columns.shape[2])
 
     def gradient(self, call: Call, mat: Tensor, x: Tensor) -> Tensor:
         options, weight = call.options, call.params["weight"]
-        stride, padding, dilation = self.stride(options), tuple_of(options.padding, self.axes), self.dilation(options)
-        rest = leftover(mat.shape[2:], x.shape[2:], stride, padding, dilation, weight.shape[2:])
-        return weight_gradient(mat, x, weight, stride, padding, dilation, rest, options.groups)
+        rest = leftover(mat.shape[2:], x.shape[2:], *self.steps(options), weight.shape[2:])
+        return weight_gradient(mat, x, weight, *self.steps(options), rest, options.groups)
 
     def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
         shape, groups = call.params["weight"].shape, call.options.groups
