@@ -8,6 +8,7 @@ parameter's own block of the GGN (sampled, exact, or of the averaged recursion),
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 
 import torch
@@ -18,6 +19,7 @@ from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.example import case
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.normalization import Normalization, trained
 from bpk.jacobians.families.standardize import GroupStatistics, Standardized
@@ -64,8 +66,21 @@ class RMSNormRule(PerFeature):
 
     def statistics(self, call: Call) -> Standardized:
         x, eps = call.inputs[0], call.options.eps
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        eps = default_eps(x.dtype, x.device) if eps is None else eps
         return GroupStatistics(x, self._groups(call), eps, centred=False)
+
+
+@cache
+def default_eps(dtype: torch.dtype, device: torch.device) -> float:
+    """What torch adds where no `eps` is given.
+
+    Its documentation says, that of the input's precision; what it takes for half precision is that of the one in which
+    it computes. So it is asked.
+    """
+    x = torch.full((1,), 2.0**-12, dtype=dtype, device=device)
+    found = float(F.rms_norm(x, (1,)))
+    precisions = [torch.finfo(kind).eps for kind in (dtype, wide(x).dtype)]
+    return min(precisions, key=lambda eps: abs(2.0**-12 / (2.0**-24 + eps) ** 0.5 - found))
 
 
 class PerChannel(Normalization):

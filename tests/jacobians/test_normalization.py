@@ -179,6 +179,21 @@ def test_groups_without_variance(layer: nn.Module) -> None:
         assert torch.isfinite(rule.residual_columns(call, mat[0])[0][0]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_eps_that_is_left_out_is_torchs(dtype: torch.dtype) -> None:
+    """In half precision torch adds that of float32, and not that of the input's type."""
+    torch.manual_seed(0)
+    layer, x = nn.RMSNorm(4).to(dtype), (0.01 * torch.randn(3, 4)).to(dtype)
+    call, mat = call_of(layer, x), torch.randn(1, 3, 4).to(dtype)
+    for wrt, of in ((0, 1), ("weight", 0)):
+        expected = torch.autograd.functional.vjp(
+            lambda w, x: torch.func.functional_call(layer, {"weight": w}, (x,)), (layer.weight.detach(), x), mat[0]
+        )[1][of]
+        found = rule_of(layer).jac_t_mat_prod(call, mat, wrt)[0]
+        scale = float(expected.float().abs().max())
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * scale)
+
+
 def test_large_batches_of_columns_are_the_same_as_single_ones() -> None:
     """Columns are processed in blocks."""
     torch.manual_seed(0)
