@@ -182,7 +182,7 @@ class Conv(ByLibrary, ChannelsFirst):
             x, padding = self._padded(options, call.inputs[0][part], kernel)
             return F.pad(x, [p for p in reversed(padding) for _ in range(2)])
 
-        return patch_moment(padded, call.batch_size, kernel, stride, dilation, size)
+        return patch_moment(padded, call.batch_size, kernel, stride, dilation, size).to(weight.dtype)
 
     def gradient(self, call: Call, mat: Tensor, x: Tensor) -> Tensor:
         weight, options = call.params["weight"], call.options

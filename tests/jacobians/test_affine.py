@@ -85,6 +85,9 @@ def test_moment_of_patches_with_shared_rows(
     with torch.no_grad():
         moment = rule.kron_input(call, "weight")
     torch.testing.assert_close(moment, torch.einsum("ngit,ngjt->ij", patches, patches) / shape[0])
+    rule, call = prepare(layer, shape, torch.bfloat16)
+    with torch.no_grad():
+        assert rule.kron_input(call, "weight").dtype is torch.bfloat16
 
 
 def test_transposed_convolution_with_chosen_output_size() -> None:
