@@ -72,7 +72,8 @@ class DirectUse(Autodiff):
                     one = self.evaluate(call, [x[:1] for x in call.inputs], call.params)
             except (RuntimeError, ValueError):  # it cannot be computed for one sample
                 return False
-            scale = float(row.detach().abs().amax()) if row.numel() else 0.0
+            sizes = row.detach().abs().nan_to_num(nan=0.0, posinf=0.0)  # of others, no tolerance can be made
+            scale = float(sizes.amax()) if row.numel() else 0.0
             return one.shape == row.shape and torch.allclose(one, row, rtol=0.05, atol=0.01 * scale, equal_nan=True)
 
         if call.memo((self, "alone"), alone):

@@ -47,6 +47,8 @@ def bind_operands(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     like = next(x for x in given if isinstance(x, Tensor))
     tensors = [x if isinstance(x, Tensor) else like.new_tensor(float(x)) for x in given]
     dims = max(x.dim() for x in tensors)
+    if not dims:
+        return Binding(module, ())  # numbers of no sample are left to autograd
     batch = max(x.shape[0] for x in tensors if x.dim() == dims)
     axes: list[Axis] = []
     for k, x in enumerate(tensors):

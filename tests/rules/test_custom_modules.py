@@ -148,6 +148,47 @@ def test_slicing_with_lists_beside_numbers(row: Any) -> None:
         assert len(x[index]) == len(x)
 
 
+class Gated(nn.Module):
+    """Branches that add numbers of no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.add = nn.Linear(3, 2), SumModule()
+        self.first, self.second = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.add(self.first.sin(), self.second)
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+def test_numbers_without_axes_are_added() -> None:
+    torch.manual_seed(0)
+    model, lossfunc = bpk.extend(Gated()), bpk.extend(nn.MSELoss())
+    extensions = bpk.extensions.BatchGrad(), bpk.extensions.DiagGGNExact()
+    assert bpk.verify(model, lossfunc, torch.randn(4, 3), torch.randn(4, 2), *extensions).ok
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+def test_a_sample_that_is_not_finite_is_no_mixture(bad: float) -> None:
+    """A converted function of a parameter is compared with what the first sample alone gives."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.linear = nn.Parameter(torch.ones(3)), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x + self.shift)
+
+    model, lossfunc = bpk.extend(Shifted(), use_converter=True), bpk.extend(nn.MSELoss())
+    x = torch.randn(4, 3)
+    x[0] = bad
+    with bpk.backpack(bpk.extensions.BatchGrad()):
+        lossfunc(model(x), torch.randn(4, 2)).backward()
+    assert all(param.grad_batch[1:].isfinite().all() for param in model.parameters())
+
+
 def test_parallel() -> None:
     model = nn.Sequential(
         nn.Linear(3, 2),
