@@ -159,8 +159,8 @@ class GLU(AlongAxis):
         """Two columns per output entry, from the closed form of a block's eigenvalues: `{0: [2 D, N, *in]}`."""
         (first, second), signs = self._eigenvectors(*self._block_entries(call, grad_out))
         halves = [torch.diag_embed(half.flatten(2)).permute(0, 2, 1, 3) for half in (first, second)]  # [2, D, N, D]
-        halves = [half.reshape(-1, *grad_out.shape) for half in halves]
-        return {0: torch.cat(halves, self._dim(call) + 1)}, signs.flatten(2).transpose(1, 2).reshape(-1, len(grad_out))
+        halves = [half.flatten(0, 1).unflatten(2, grad_out.shape[1:]) for half in halves]
+        return {0: torch.cat(halves, self._dim(call) + 1)}, signs.flatten(2).transpose(1, 2).flatten(0, 1)
 
     @staticmethod
     def _eigenvectors(off: Tensor, diag: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:

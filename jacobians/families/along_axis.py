@@ -60,7 +60,7 @@ class BlockResidual(AlongAxis):
         vectors, signs = (x.unflatten(1, (n, positions)) for x in factor(blocks.double().flatten(0, 1)))
         spread = torch.diag_embed(vectors.transpose(2, 3))  # [K, N, C, P, P (column)]
         others = call.inputs[0].movedim(dim, -1).shape[1:-1]
-        columns = spread.permute(0, 4, 1, 3, 2).reshape(-1, n, *others, size).movedim(-1, dim + 1)
+        columns = spread.permute(0, 4, 1, 3, 2).reshape(len(spread) * positions, n, *others, size).movedim(-1, dim + 1)
         return {0: columns.to(grad_out.dtype)}, signs.transpose(1, 2).flatten(0, 1).to(grad_out.dtype)
 
     @abstractmethod

@@ -96,7 +96,7 @@ class GroupStatistics(Standardized):
 
     def fold(self, mat: Tensor) -> Tensor:
         """`[V, N, *in] -> [V, B, D]`, a row for each group."""
-        return mat.reshape(mat.shape[0], self.shape[0] * self.groups, mat.shape[2:].numel() // self.groups)
+        return mat.reshape(mat.shape[0], self.shape[0] * self.groups, mat.shape[2:].numel() // max(1, self.groups))
 
     def unfold(self, rows: Tensor) -> Tensor:
         """`[V, B, D] -> [V, N, *in]`."""
@@ -117,7 +117,7 @@ class GroupStatistics(Standardized):
         return self.unfold(torch.addcmul(centred, self.unit, share, value=-1 / self.divisor) * self.rstd).to(mat.dtype)
 
     def pull(self, mat: Tensor, weight: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        if is_differentiated() or mat.dtype != self.unit.dtype or not len(mat):
+        if is_differentiated() or mat.dtype != self.unit.dtype or not mat.numel():
             return self.multiply(mat, weight)
         result = torch.empty(mat.shape, dtype=mat.dtype, device=mat.device) if out is None else out
         limit = BLOCK if mat.device.type == "cpu" else result.numel()

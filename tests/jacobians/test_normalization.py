@@ -194,6 +194,19 @@ def test_eps_that_is_left_out_is_torchs(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * scale)
 
 
+@pytest.mark.parametrize(
+    "layer", [nn.LayerNorm(4), nn.RMSNorm(4), nn.Softmax(-1), nn.LogSoftmax(-1), nn.GLU()], ids=str
+)
+def test_no_positions(layer: nn.Module) -> None:
+    """Sequences without entries have zero gradients, as those of a detector that has found nothing."""
+    model = bpk.extend(nn.Sequential(nn.Linear(3, 4), layer, nn.Flatten(), nn.Linear(0, 2)))
+    lossfunc, x = bpk.extend(nn.MSELoss()), torch.randn(2, 0, 3)
+    with bpk.backpack(E.BatchGrad(), E.DiagHessian()):
+        lossfunc(model(x), torch.randn(2, 2)).backward()
+    weight = model[0].weight
+    assert weight.grad_batch.shape == (2, 4, 3) and not weight.grad_batch.any() and not weight.diag_h.any()
+
+
 def test_large_batches_of_columns_are_the_same_as_single_ones() -> None:
     """Columns are processed in blocks."""
     torch.manual_seed(0)
