@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,15 @@ def test_moment_of_patches_with_shared_rows(
     rule, call = prepare(layer, shape, torch.bfloat16)
     with torch.no_grad():
         assert rule.kron_input(call, "weight").dtype is torch.bfloat16
+
+
+def test_padding_that_is_a_number_of_numpy() -> None:
+    layer = nn.Conv2d(2, 3, 3)
+    layer.padding = np.int64(1)  # type: ignore[assignment]
+    rule, call = prepare(layer, (2, 2, 4, 5), torch.float64)
+    mat = torch.randn(1, *call.output.shape, dtype=torch.float64)
+    back = Autodiff.jac_t_mat_prod(rule, call, mat, 0)  # type: ignore[arg-type]
+    torch.testing.assert_close(rule.jac_t_mat_prod(call, mat, 0), back)
 
 
 def test_transposed_convolution_with_chosen_output_size() -> None:
