@@ -60,7 +60,8 @@ class Reference:
         self.layers = Layers(problem.model if factors else nn.Module())
         self.places, self.entries = places, {name: place.entries for name, place in places.items()}
         self.share = passes // max(1, len(places))
-        self.params: dict[str, Tensor] = {name: problem.model.get_parameter(name) for name in places}
+        every = dict(problem.model.named_parameters(remove_duplicate=False))  # a property may hide one of them
+        self.params: dict[str, Tensor] = {name: every[name] for name in places}
         with differentiable_twice():
             with self.layers.elsewhere:
                 objective = Objective(problem)

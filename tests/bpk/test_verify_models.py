@@ -117,6 +117,21 @@ def test_any_model(make: Callable[[], Any]) -> None:
     assert len(result.rows) == 11 * len(list(problem[0].parameters()))
 
 
+class Squashed(nn.Linear):
+    """A layer that uses its weight through a function."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return found.tanh() if name == "weight" and "ready" in vars(self) else found
+
+
+def test_a_parameter_behind_a_property() -> None:
+    layer = Squashed(4, 3)
+    layer.ready = True
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(3, 3))
+    assert bpk.verify(model, CROSS_ENTROPY, torch.randn(X), Y, E.BatchGrad(), E.DiagGGNExact()).ok
+
+
 @pytest.mark.parametrize("loss", [nn.TripletMarginLoss(margin=3.0), nn.CosineEmbeddingLoss()])
 def test_losses_of_several_predictions(loss: nn.Module) -> None:
     """Gradients are right; second order is right or refused."""
