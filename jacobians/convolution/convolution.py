@@ -221,7 +221,8 @@ class ConvTranspose(ChannelsFirst):
     def apply_adjoint(self, call: Call, g: Tensor, weight: Tensor) -> Tensor:
         back = CONV[self.axes](g, weight, None, *self.steps(call.options), call.options.groups)
         # an output padding of a whole stride, which dilation allows, has room for windows that no input has
-        return back[(..., *(slice(length) for length in call.inputs[0].shape[2:]))]
+        within = [slice(None)] * 2 + [slice(length) for length in call.inputs[0].shape[2:]]
+        return back[tuple(within)]
 
     def patches(self, call: Call, samples: slice = slice(None)) -> Tensor:
         x, options = call.inputs[0][samples], call.options
