@@ -60,9 +60,9 @@ def of_quotient(x: Tensor, y: Tensor) -> Derivatives:
 
 
 def of_maximum(x: Tensor, y: Tensor) -> Derivatives:
-    """Of `max(x, y)`: where both are equal, half of it each, as in PyTorch."""
-    half = torch.where(x == y, 0.5, 0.0).to(x.dtype)
-    return Derivatives(x=(x > y).to(x.dtype) + half, y=(x < y).to(x.dtype) + half)
+    """Of `max(x, y)`: where both are equal, half of it each, and NaN belongs to both, as in PyTorch."""
+    share = torch.where(x == y, 0.5, 1.0).to(x.dtype)
+    return Derivatives(x=share.masked_fill(x < y, 0.0), y=share.masked_fill(x > y, 0.0))
 
 
 def of_minimum(x: Tensor, y: Tensor) -> Derivatives:

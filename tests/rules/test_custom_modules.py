@@ -20,13 +20,14 @@ from bpk.custom_module.concat import Concat
 from bpk.custom_module.matmul import MatMul
 from bpk.custom_module.pad import Pad
 from bpk.custom_module.permute import Permute
-from bpk.custom_module.product import Maximum, Product, Quotient
+from bpk.custom_module.product import Maximum, Minimum, Product, Quotient
 from bpk.custom_module.reduce_tuple import ReduceTuple
 from bpk.custom_module.reduction import Mean
 from bpk.custom_module.scale_module import ScaleModule, Shift
 from bpk.custom_module.shape import Unsqueeze
 from bpk.custom_module.slicing import Slicing
 from bpk.custom_module.split import Chunk, Unbind
+from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.generated import HOME, Generated
 from bpk.jacobians.core.nested import tensors_in
@@ -187,6 +188,15 @@ def test_a_sample_that_is_not_finite_is_no_mixture(bad: float) -> None:
     with bpk.backpack(bpk.extensions.BatchGrad()):
         lossfunc(model(x), torch.randn(4, 2)).backward()
     assert all(param.grad_batch[1:].isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize(("module", "swapped"), [(Maximum, False), (Minimum, True)])
+def test_extrema_of_what_is_no_number(module: type[nn.Module], swapped: bool) -> None:
+    x, y = torch.tensor([[torch.nan, 1.0, 2.0, 3.0]]), torch.tensor([[0.0, torch.nan, 2.0, 4.0]])
+    call, mat = Call.of(module(), x, y), torch.ones(1, 1, 4)
+    of_x, of_y = (REGISTRY.find(module).jac_t_mat_prod(call, mat, wrt).tolist() for wrt in (0, 1))  # type: ignore[union-attr]
+    expected = [[[1.0, 1.0, 0.5, 0.0]]], [[[1.0, 1.0, 0.5, 1.0]]]
+    assert (of_y, of_x) == expected if swapped else (of_x, of_y) == expected
 
 
 def test_parallel() -> None:
