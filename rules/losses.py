@@ -112,7 +112,7 @@ RULES = (
         ],
     ),
     PointwiseLoss(
-        "-t * log(x) - (1 - t) * log(1 - x)",
+        "-t * log(x + 1e-12) - (1 - t) * log(abs(1 - x) + 1e-12)",  # as torch has it; `abs` keeps the numbers apart
         nn.BCELoss,
         weight=attrgetter("options.weight"),
         examples=[

@@ -348,6 +348,18 @@ def test_pointwise_is_stable(loss: nn.Module, value: float) -> None:
         assert torch.autograd.grad(result.sum(), x, retain_graph=True)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_probabilities_of_zero_and_one(dtype: torch.dtype) -> None:
+    """A sigmoid in float32 is 1 from 17 on: `0 / 0`, and `0 * inf` in the layer before, are no curvature."""
+    x = torch.tensor([0.0, 1.0, 1e-13, 0.25], dtype=dtype).repeat(3, 1).requires_grad_()
+    target = torch.tensor([0.0, 1.0, 0.5], dtype=dtype)[:, None].expand(3, 4)
+    call, rule = call_of(nn.BCELoss(), x, target), rule_of(nn.BCELoss())
+    diag = rule.hessian_diag(call)
+    assert diag is not None and diag.isfinite().all() and torch.autograd.grad(diag.sum(), x)[0].isfinite().all()
+    inside = reference(nn.BCELoss(), x[1:, 2:].detach().double(), target[1:, 2:].double()).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(3 * diag[1:, 2:].double(), inside, rtol=1e-5, atol=0)  # of 4 entries, not of 12
+
+
 def test_bernoulli_draws_are_gradients() -> None:
     """A sampled column is the gradient at a drawn target: `s(x) - 1` or `s(x)`."""
     torch.manual_seed(0)
