@@ -41,8 +41,12 @@ def additive(mask: Tensor, like: Tensor) -> Tensor:
 
 def weights(scores: Tensor, zero_rows: bool) -> Tensor:
     """`softmax` over keys; a query that may attend to no key gets NaN, or zeros where `zero_rows`."""
-    p = scores.softmax(-1)
-    return p.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0) if zero_rows else p
+    if not zero_rows:
+        return scores.softmax(-1)
+    nowhere = (scores == -math.inf).all(-1, keepdim=True)
+    if torch.is_grad_enabled():  # behind a NaN that is overwritten, derivatives are NaN
+        scores = scores.masked_fill(nowhere, 0.0)
+    return scores.softmax(-1).masked_fill(nowhere, 0.0)
 
 
 @dataclass(frozen=True)

@@ -411,3 +411,7 @@ def test_masks_of_the_function(shape: tuple[int, ...], boolean: bool) -> None:
         expected = torch.autograd.grad(layer(*live, mask), live, mat[0])
     for wrt in range(3):
         torch.testing.assert_close(served.jac_t_mat_prod(call, mat, wrt)[0], expected[wrt])
+    graphed = Call(call.options, (*live, *call.inputs[3:]), {}, call.output)
+    with torch.enable_grad():  # as with create_graph
+        again = torch.autograd.grad(served.jac_t_mat_prod(graphed, mat, 2).square().sum(), live[:2])
+    assert all(x.isfinite().all() for x in again)
