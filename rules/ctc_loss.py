@@ -46,7 +46,8 @@ def alignments(log_p: Tensor, target: Tensor, in_lengths: Tensor, out_lengths: T
     may_skip = (labels != blank) & (labels != labels.roll(2, 1)) & (place >= 2)
     emitted = log_p.gather(2, labels[:, None].expand(n, steps, -1))  # [N, T, 2S + 1]
     nothing = torch.full_like(emitted[:, 0], IMPOSSIBLE)
-    alpha = torch.where(place < 2, emitted[:, 0], nothing)
+    first = torch.where(in_lengths[:, None] > 0, emitted[:, 0], 0.0)  # without steps, it is sure that there is no label
+    alpha = torch.where(place < in_lengths[:, None].clamp(max=1) + 1, first, nothing)
     for t in range(1, steps):
         one, two = (torch.cat([nothing[:, :k], alpha[:, :-k]], 1)[:, : len(place)] for k in (1, 2))
         ways = torch.stack([alpha, one, torch.where(may_skip, two, nothing)])

@@ -309,6 +309,19 @@ def test_what_pads_sequences_of_labels_may_be_any_number(filler: int) -> None:
     torch.testing.assert_close(*found)
 
 
+def test_a_sequence_without_steps() -> None:
+    """Its loss is 0 where it has no labels: `CTCLoss` takes that, and other samples are as alone."""
+    torch.manual_seed(0)
+    model, loss = bpk.extend(Recogniser().double()), bpk.extend(nn.CTCLoss(reduction="sum"))
+    x, target = torch.randn(2, 6, 3, dtype=torch.float64), torch.tensor([[1, 2], [1, 2]])
+    found = []
+    for n, lengths in ((2, (torch.tensor([6, 0]), torch.tensor([2, 0]))), (1, (torch.tensor([6]), torch.tensor([2])))):
+        with bpk.backpack(E.DiagHessian(), E.BatchGrad()):
+            loss(model(x[:n]), target[:n], *lengths).backward()
+        found.append([(p.diag_h, p.grad_batch[0]) for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
 def test_a_loss_that_learns_weights_of_losses_inside() -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:
