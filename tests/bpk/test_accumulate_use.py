@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import warnings
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import bpk
 from bpk import extensions as E
+from bpk.dataset.batches import moved
 from bpk.dataset.progress import Progress
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.bpk.test_accumulate import assert_same, split, whole
@@ -43,6 +45,28 @@ def test_batches_that_are_dictionaries_take_a_step() -> None:
     assert_same(found, whole(model, nn.CrossEntropyLoss(), x, y, E.KFLR()))
     with pytest.raises(ValueError, match=r"Batch 0 of the loader is \{'inputs': .*no pair.*\n.*\n.*step="):
         bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.KFLR())
+
+
+class Encoding(UserDict[str, Tensor]):
+    """As tokenizers give it: read by attributes, and moved by a method of its own."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self.__dict__["data"][name]
+
+    def to(self, device: torch.device) -> Encoding:
+        return Encoding({key: x.to(device) for key, x in self.data.items()})
+
+
+def test_batches_that_know_how_they_are_moved() -> None:
+    batches = [Encoding(x=torch.randn(4, 3), y=torch.arange(4) % 2)]
+
+    def step(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
+        return loss_fn(model(batch.x), batch.y)
+
+    assert bpk.accumulate(nn.Linear(3, 2), nn.CrossEntropyLoss(), batches, step=step, device="cpu").samples == 4
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 3, 3), torch.tensor([3, 2]), batch_first=True)
+    there = moved(packed, torch.device("meta"))
+    assert there.data.is_meta and there.batch_sizes.device.type == "cpu"  # where torch wants it
 
 
 def test_a_data_loader() -> None:
