@@ -51,6 +51,11 @@ PLAIN = (int, float, str, bool, tuple, Enum, torch.dtype, type(None))
 """Types whose values another process writes in the same way."""
 
 
+def is_plain(value: object) -> bool:
+    """Whether it is of these types; of a tuple, all that is in it: functions are shown by their addresses."""
+    return isinstance(value, PLAIN) and (not isinstance(value, tuple) or all(map(is_plain, value)))
+
+
 def settings(thing: object) -> str:
     """Plain attributes, functions with what they hold, and checksums of lists of tensors."""
     given = {k: v for k, v in vars(thing).items() if not k.startswith("_")}
@@ -60,6 +65,8 @@ def settings(thing: object) -> str:
 
 def in_words(value: object) -> str:
     """A value, where another process writes the same one in the same way."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(in_words, value))})"
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, FunctionType):
@@ -76,7 +83,7 @@ def in_words(value: object) -> str:
 def code_of(function: FunctionType) -> str:
     """A function's name, and a checksum of its code with the plain values that it holds."""
     found = inspect.getclosurevars(function)
-    held = {k: v for k, v in sorted({**found.globals, **found.nonlocals}.items()) if isinstance(v, PLAIN)}
+    held = {k: v for k, v in sorted({**found.globals, **found.nonlocals}.items()) if is_plain(v)}
     held |= {"": (*map(in_words, function.__defaults__ or ()), in_words(function.__kwdefaults__ or {}))}
     digest = hashlib.sha256(repr((contents(function.__code__), held)).encode())
     return f"{function.__qualname__} {digest.hexdigest()[:16]}"

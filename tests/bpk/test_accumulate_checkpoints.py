@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bpk
 from bpk import extensions as E
 from bpk.dataset import checkpoint
+from bpk.dataset.fingerprint import settings
 from bpk.dataset.keeper import Keeper
 from tests.helpers import mlp
 
@@ -174,6 +175,17 @@ def test_checkpoints_of_other_runs_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"loader ended after 1 batches.*\n.*written after 4"):
         go(path, model, iter(batches[:1]))
     assert go(path, model, iter(batches)).batches == 7
+
+
+def test_functions_in_a_tuple_are_known_by_what_they_do() -> None:
+    """Not by their addresses, which another process does not have."""
+
+    def described(factor: int) -> str:
+        layer = nn.Linear(2, 2)
+        layer.functions = (lambda x: factor * x, "twice", 2)  # type: ignore[assignment]
+        return settings(layer)
+
+    assert described(2) == described(2) != described(3) and " at 0x" not in described(2)
 
 
 def test_checkpoints_of_other_batches_are_refused(tmp_path: Path) -> None:
