@@ -17,7 +17,9 @@ class Passes:
     """Adds up a field over backward passes, from the first one after gradients were cleared on.
 
     What is proportional to the loss is added, as gradients are; factors of inputs are means over all samples. So passes
-    with losses that are divided by their number give the curvature of one batch with all samples.
+    with losses that are divided by their number give the curvature of one batch with all samples. Samples of passes
+    that do not use a parameter count, too: in one batch, `A = sum a a^T / N` has all `N`, with zeros for samples that
+    were not sent to an expert. How a batch is cut must not change that, and only so is it unbiased.
 
     Args:
         model: On its parameters the field is.
@@ -28,7 +30,7 @@ class Passes:
     def __init__(self, model: nn.Module, extension: BackpropExtension, anew: Callable[[], None]) -> None:
         self.model, self.extension, self.anew = model, extension, anew
         self.noted = Noted()
-        self.parts: dict[Tensor, tuple[Parts, Size]] = {}
+        self.parts: dict[Tensor, Parts] = {}
         self.left: dict[Tensor, tuple[int, int]] = {}  # gradients as the last pass has left them: they may be zero
 
     def begin(self) -> None:
@@ -44,36 +46,36 @@ class Passes:
 
     def end(self, noted: Noted) -> None:
         """A pass has saved its fields: put sums in their place."""
-        field, size = self.extension.savefield, Size(noted.samples, None)
-        now: dict[Tensor, tuple[Parts, Size]] = {}
+        field = self.extension.savefield
+        now: dict[Tensor, Parts] = {}
         names: dict[Tensor, str] = {}
         for name, p in self.model.named_parameters():
             known = known_of(p, field)
             names[p] = name
             if known is not None and known.noted is noted:
-                now[p] = known.adding_up(vars(p)[field]), size
+                now[p] = known.adding_up(vars(p)[field])
             self.left[p] = id(p.grad), version(p.grad)
         if not self.parts:
             self.parts, self.noted = now, noted
             return
-        self.noted = both(self.noted, noted)
-        for param in {**self.parts, **now}:
-            pairs = [known[param] for known in (self.parts, now) if param in known]
-            value, self.parts[param] = self.added(names[param], pairs)
-            parts = self.parts[param][0]
+        sizes = Size(self.noted.samples, None), Size(noted.samples, None)
+        before, self.noted = self.parts, both(self.noted, noted)
+        for param in {**before, **now}:
+            pairs = [(parts[param], n) for parts, n in zip((before, now), sizes, strict=True) if param in parts]
+            value, parts = self.added(names[param], pairs, sizes[0] + sizes[1])
+            self.parts[param] = parts
             put(param, field, value, Local(self.noted, None if "" in parts else parts))
 
-    def added(self, name: str, pairs: list[tuple[Parts, Size]]) -> tuple[Any, tuple[Parts, Size]]:
-        """The field of one or two parts together, their parts, and how large they are."""
+    def added(self, name: str, pairs: list[tuple[Parts, Size]], whole: Size) -> tuple[Any, Parts]:
+        """The field of all passes, and its parts, of those of the passes that use the parameter."""
         rule = self.extension.over_batches
         assert isinstance(rule, Sums)
         (parts, size), *others = pairs
         totals = {name: rule.scaled(parts, size)}
         for more, size_of_more in others:
             rule.add(totals, size, {name: more}, size_of_more)
-            size = size + size_of_more
-        together = {part: x / rule.weight(part, size) for part, x in totals[name].items()}
-        return rule.whole(totals[name], size), (together, size)
+        together = {part: x / rule.weight(part, whole) for part, x in totals[name].items()}
+        return rule.whole(totals[name], whole), together
 
 
 def both(first: Noted, second: Noted) -> Noted:

@@ -137,21 +137,59 @@ def test_parameters_that_only_some_passes_use(make: Make) -> None:
     preconditioner, (x, y) = make(model), batch(6)
     x[:, 0] = torch.tensor([1.0, 1, -1, -1, -1, -1])
     fields: list[dict[str, Any]] = []
-    for part in (slice(0, 2), slice(2, 6)):
+    parts = slice(0, 2), slice(2, 6)
+    for part in parts:
         other = bpk.extend(copy.deepcopy(model))
         with bpk.backpack(bpk.extensions.KFLR(), bpk.extensions.DiagGGNExact()):
             (loss_of(other(x[part]), y[part]) / 2).backward()
         named = other.named_parameters()
         fields.append({n: [p.diag_ggn_exact] if make is diagonal else p.kflr for n, p in named if p.grad is not None})
     with preconditioner:
-        for part in (slice(0, 2), slice(2, 6)):
+        for part in parts:
             (loss_of(model(x[part]), y[part]) / 2).backward()
     preconditioner.step()
-    torch.testing.assert_close(preconditioner.means["short.weight"], fields[0]["short.weight"])
-    torch.testing.assert_close(preconditioner.means["long.weight"], fields[1]["long.weight"])
-    (first, *inputs), (second, *others) = (known["head.weight"] for known in fields)
-    want = [first + second, *((2 * a + 4 * b) / 6 for a, b in zip(inputs, others, strict=True))]
-    torch.testing.assert_close(preconditioner.means["head.weight"], want)
+    for name, means in preconditioner.means.items():
+        known = [(len(x[part]) / 6, found[name]) for part, found in zip(parts, fields, strict=True) if name in found]
+        want = [
+            sum(found[0] for _, found in known),
+            *(sum(n * found[k] for n, found in known) for k in range(1, len(means))),
+        ]
+        torch.testing.assert_close(means, want)
+
+
+@pytest.mark.parametrize("first", [1.0, -1.0])
+@pytest.mark.parametrize("make", [kfac, ekfac])
+def test_samples_of_all_passes_count_as_in_a_data_set(make: Make, first: float) -> None:
+    """Factors of layers that some passes use are those of `accumulate`, and of one batch whose rows go to either."""
+    torch.manual_seed(0)
+    model = Either().double()
+    preconditioner, (x, y) = make(model), batch(9)
+    x[:, 0] = first * torch.tensor([1.0, 1, -1, -1, -1, -1, 1, 1, 1]).double()
+    parts = [(x[part], y[part]) for part in (slice(0, 2), slice(2, 6), slice(6, 9))]
+    known = bpk.accumulate(model, nn.CrossEntropyLoss(), parts, bpk.extensions.KFLR())
+    sent = copy.deepcopy(model)
+    sent.__class__ = Sent
+    with bpk.backpack(bpk.extensions.KFLR()):
+        bpk.extend(nn.CrossEntropyLoss())(bpk.extend(sent)(x), y).backward()
+    with preconditioner:
+        for inputs, targets in parts:
+            (loss_of(model(inputs), targets) * len(inputs) / 9).backward()
+    preconditioner.step()
+    for name, p in sent.named_parameters():
+        factors = preconditioner.means[name][: p.dim()]
+        torch.testing.assert_close(factors, known[name]["kflr"])
+        torch.testing.assert_close(factors, p.kflr)
+
+
+class Sent(Either):
+    """The same, sample by sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        short = x[:, 0] > 0
+        hidden = torch.zeros(len(x), 3, dtype=x.dtype)
+        hidden = hidden.index_put((short,), self.short(x[short, :2])).index_put((~short,), self.long(x[~short]))
+        found: Tensor = self.head(hidden.tanh())
+        return found
 
 
 def test_a_pass_that_fails_leaves_the_others_out() -> None:
