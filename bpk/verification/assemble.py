@@ -46,15 +46,22 @@ def rows(
         return []
     checks = [check_for(extension) for extension in extensions]
     at = [{k: place.restricted(e.get_subsampling()) for k, place in places.items()} for e in extensions]
-    draws = Draws.of(problem) if any(check is not None and check.sampled for check in checks) else None
+    kinds = {check.of_loss_hessian for check in checks if check is not None and check.sampled}
+    draws = {of_loss: Draws.of(problem, of_loss) for of_loss in kinds}
     measured = Measured(problem.fresh(), use_converter, effort.memory, bar.detail)
     measurements: list[Measurement] = []
+    drawn_by: list[Draws | None] = []
     for k, (extension, check, here) in enumerate(zip(extensions, checks, at, strict=True)):
         bar.step(f"bpk: {extension}")
+        drawn_by.append(None)
         if check is None:
             measurements.append(Measurement(ended=dict.fromkeys(places, (Verdict.UNCHECKED, UNKNOWN))))
             continue
-        passes = PASSES if check.sampled and draws is None else 1
+        if check.sampled:
+            known = draws[check.of_loss_hessian]
+            some = known is not None and not known.whole and measured.is_spread(extension, check, here, extent)
+            drawn_by[k] = None if some else known
+        passes = PASSES if check.sampled and drawn_by[k] is None else 1
         measurements.append(measured.run(extension, check, here, extent, passes))
         refused = any(verdict is Verdict.REFUSED for verdict, _ in measurements[k].ended.values())
         if refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
@@ -65,29 +72,29 @@ def rows(
     definition = Reference(problem, places, effort.passes, factors, bar.detail)
     tolerance = Tolerance.of(next(iter(gradients.values())).dtype, computed_in, effort)
     table: list[Row] = []
-    for extension, check, here, measurement in zip(extensions, checks, at, measurements, strict=True):
+    for extension, check, here, measurement, known in zip(extensions, checks, at, measurements, drawn_by, strict=True):
         bar.step(f"autograd: {extension}")
         reference: Reference | str = definition
         if definition.whole.mixing:
             here, reference = of_batch(extension, here, definition)
-        if check is None or not check.sampled or draws is None or isinstance(reference, str):
+        if check is None or known is None or isinstance(reference, str):
             table += rows_of(extension, check, here, measurement, reference, tolerance)
             continue
-        drawn = draws.at(columns_of(extension, 1), seed_of(problem, 0), check.of_loss_hessian)
+        drawn = known.at(columns_of(extension, 1), seed_of(problem, 0))
         with reference.sampled(drawn):
-            note = REPEATED if check.of_loss_hessian else SIGNS
+            note = REPEATED if known.of_loss else SIGNS
             found = rows_of(extension, check, here, measurement, reference, tolerance, note)
-        table += with_judged_draws(found, reference, draws, effort.entries, check.of_loss_hessian)
+        table += with_judged_draws(found, reference, known, effort.entries)
     return table
 
 
-def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entries: int, of_loss: bool) -> list[Row]:
+def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entries: int) -> list[Row]:
     """Rows that are right for these draws are wrong if these have another expectation than the Hessian, or `I`."""
     if not any(row.verdict is Verdict.OK for row in rows):
         return rows
     try:
         with derivatives():
-            mistake, count = draws.judged(reference.split, entries, reference.problem.seed, of_loss)
+            mistake, count = draws.judged(reference.split, entries, reference.problem.seed)
     except NoReference as error:  # nobody knows what these draws must be
         why = str(error)
         return [

@@ -8,13 +8,14 @@ in expectation is checked at the loss alone, where many draws are cheap.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.losses.joint import Joint
+from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
 from bpk.rules import REGISTRY
 from bpk.sweeps.starts.square_root import random_signs
 from bpk.verification.objective import Calls, Objective, gradients_of, is_loss
@@ -30,99 +31,130 @@ ERRORS = 8.0
 
 @dataclass(frozen=True)
 class Part:
-    """The call of one loss, and the factor with which it enters the objective."""
+    """The call of one loss as one of its predictions, side by side, and the factor with which it enters the objective.
 
-    rule: Loss
-    call: Call
+    `order` says which inputs of the loss its predictions are, in the order of its arguments.
+    """
+
+    joint: Joint
+    order: Sequence[int]
     factor: Tensor
 
     @classmethod
-    def of(cls, seen: Calls, factor: Tensor | None) -> Part | None:
-        """From what the loss was called with; `None` where it has several predictions, or nothing can be drawn."""
-        rule = REGISTRY.find(seen.module)
-        if factor is None or factor.dim() or factor < 0 or not isinstance(rule, Loss) or len(live_in(seen)) != 1:
+    def of(cls, seen: Calls, factor: Tensor | None, of_loss: bool) -> Part | None:
+        """From what the loss was called with; `None` where nothing can be drawn."""
+        rule, live = REGISTRY.find(seen.module) or GENERIC_LOSS, live_in(seen)
+        if factor is None or factor.dim() or factor < 0 or not isinstance(rule, Loss):
             return None
         binding = rule.bind(seen.module, *seen.arguments)
-        if binding.problem or not binding.inputs[0].requires_grad or binding.axis(0) != 0:
+        places = {id(x): k for k, x in enumerate(binding.inputs)}
+        order = [places.get(id(x), -1) for x in live]
+        strange = -1 in order or len({*order}) < len(order) or any(binding.axis(k) != 0 for k in order)
+        if binding.problem or strange:
             return None
         inputs = binding.seen([x.detach() for x in binding.inputs])
-        part = cls(rule, Call(binding.options, inputs, {}, seen.result.detach()), factor.detach())
         try:
-            return None if rule.obstacle(part.call) or part.draw(1).shape[1] != inputs[0].numel() else part
+            joint = rule.joint(Call(binding.options, inputs, {}, seen.result.detach()), sorted(order))
+            part = cls(joint, order, factor.detach())
+            if joint.rule.obstacle(joint.call) or part.draw(1, of_loss).shape[1] != sum(x.numel() for x in live):
+                return None
+            return part if not of_loss or part.is_steady() else None
         except Exception:  # nothing can be drawn from this loss: what `bpk` does with it will show
             return None
 
-    def draw(self, count: int) -> Tensor:
-        """`[M, P]` of the prediction of this loss."""
+    def draw(self, count: int, of_loss: bool) -> Tensor:
+        """`[M, P]` of the predictions of this loss; or random signs in their place."""
         with torch.no_grad():
-            columns = self.rule.sqrt_hessian_sampled(self.call, count)
-        return columns.reshape(count, -1) * self.factor.sqrt()
+            if of_loss:
+                columns = self.joint.rule.sqrt_hessian_sampled(self.joint.call, count) * self.factor.sqrt()
+            else:
+                columns = random_signs(self.joint.call.inputs[0], count)
+        parts = self.joint.split(columns)
+        return torch.cat([parts[k].reshape(count, -1) for k in self.order], 1)
 
-    def signs(self, count: int) -> Tensor:
-        """Random signs in their place."""
-        return random_signs(self.call.inputs[0], count).reshape(count, -1)
+    def is_steady(self) -> bool:
+        """Whether draws are the same where the prediction is rounded in another way.
+
+        They are not where eigenvalues of a Hessian that is decomposed all but coincide: its eigenvectors are any.
+        """
+        x, *others = self.joint.call.inputs
+        eps = torch.finfo(x.dtype).eps
+        moved = Call(self.joint.call.options, [x * (1 + 16 * eps * x.sin()), *others], {}, self.joint.call.output)
+        other = Part(replace(self.joint, call=moved), self.order, self.factor)
+        torch.manual_seed(0)
+        here = self.draw(1, True)
+        torch.manual_seed(0)
+        scale = float(here.nan_to_num().abs().max())
+        return torch.allclose(other.draw(1, True), here, rtol=0, atol=eps**0.5 * scale, equal_nan=True)
 
 
 class Draws:
-    """The draws of all losses of a problem; `order` is that in which a backward pass comes to them."""
+    """The draws of all losses of a problem (`of_loss`), or signs; `order` is that in which a pass comes to the losses.
 
-    def __init__(self, parts: Sequence[Part], order: Sequence[int]) -> None:
-        self.parts, self.order = parts, order
-        self.known: dict[bool, tuple[str, int]] = {}
+    They depend on which predictions are reached: `whole` says that there is one alone.
+    """
+
+    def __init__(self, parts: Sequence[Part], order: Sequence[int], of_loss: bool) -> None:
+        self.parts, self.order, self.of_loss = parts, order, of_loss
+        self.whole = sum(len(part.order) for part in parts) == 1
+        self.known: tuple[str, int] | None = None
 
     @classmethod
     @differentiable_twice()
-    def of(cls, problem: Problem) -> Draws | None:
+    def of(cls, problem: Problem, of_loss: bool) -> Draws | None:
         """From one evaluation; `None` where what is drawn cannot be known."""
         objective = Objective(problem, watch=True)
         live = [call for call in objective.calls if live_in(call) and isinstance(call.result, Tensor)]
-        if not live or (not is_loss(problem.loss) and objective.inside() is None):
+        if not is_loss(problem.loss) and objective.inside() is None:
+            live = objective.as_one()
+        value = objective.value
+        if not live or any(g is None for call in live for g in gradients_of(value, live_in(call))):
             return None
-        factors = gradients_of(objective.value, [call.result for call in live])
-        parts = [Part.of(call, factor) for call, factor in zip(live, factors, strict=True)]
+        factors = gradients_of(value, [call.result for call in live])
+        parts = [Part.of(call, factor, of_loss) for call, factor in zip(live, factors, strict=True)]
         known = [part for part in parts if part is not None]
-        return cls(known, visited(objective.value, live)) if len(known) == len(live) else None
+        return cls(known, visited(value, live), of_loss) if len(known) == len(live) else None
 
-    def at(self, count: int, seed: int, of_loss: bool = True) -> Tensor:
+    def at(self, count: int, seed: int) -> Tensor:
         """`[L M, P]`: the draws of a backward pass that begins with this seed, from each of `L` losses, or signs."""
         torch.manual_seed(seed)
-        drawn = {k: self.parts[k].draw(count) if of_loss else self.parts[k].signs(count) for k in self.order}
+        drawn = {k: self.parts[k].draw(count, self.of_loss) for k in self.order}
         return torch.block_diag(*(drawn[k] for k in range(len(self.parts)))) if len(drawn) > 1 else drawn[0]
 
-    def judged(self, split: Split, entries: int, seed: int, of_loss: bool = True) -> tuple[str, int]:
+    def judged(self, split: Split, entries: int, seed: int) -> tuple[str, int]:
         """Where the mean of `S S^T` is not the Hessian of the loss (of signs: `I`), or nothing; and of how many."""
-        if of_loss not in self.known:
-            self.known[of_loss] = self.mistake(split, entries, seed, of_loss)
-        return self.known[of_loss]
+        if self.known is None:
+            self.known = self.mistake(split, entries, seed)
+        return self.known
 
-    def mistake(self, split: Split, entries: int, seed: int, of_loss: bool) -> tuple[str, int]:
-        """Compare at some entries.
+    def mistake(self, split: Split, entries: int, seed: int) -> tuple[str, int]:
+        """Compare at some entries, among them the one with the largest draws: of small ones no more is known.
 
         The mean of `K` products of size at most `b^2` is off by `sqrt(b^2 h / K)`, and by `b^2 / K` through events that
         have not happened.
         """
         size = split.pred.numel()
-        where = torch.randperm(size, generator=torch.Generator().manual_seed(seed), device="cpu")[:entries].to(
-            split.pred.device
-        )
-        total, largest, drawn = split.pred.new_zeros(len(where), size), 0.0, 0
         wanted = max(20, min(MANY, NUMBERS // size))
         step = min(wanted, max(1, AT_ONCE // (size * len(self.parts))))
+        first = self.at(step, seed).nan_to_num().square().sum(0).argmax()
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed), device="cpu").to(first)
+        where = torch.cat([first[None], order[order != first]])[:entries]
+        total, largest, drawn = split.pred.new_zeros(len(where), size), 0.0, 0
         while drawn < wanted:
-            columns = self.at(step, seed + drawn, of_loss) * step**0.5
+            columns = self.at(step, seed + drawn) * step**0.5
             total += columns[:, where].T @ columns
             largest, drawn = max(largest, float(columns.nan_to_num().square().max())), drawn + step
         for k, e in enumerate(where.tolist()):
             unit = torch.zeros_like(split.pred)
             unit[e] = 1.0
             mine = split.owner == split.owner[e]
-            right, mean = (split.loss_product(unit) if of_loss else unit)[mine], (total[k] / drawn)[mine]
+            right, mean = (split.loss_product(unit) if self.of_loss else unit)[mine], (total[k] / drawn)[mine]
             scale = float(right.abs().max())
             error = (mean - right).abs()
             allowed = ERRORS * (largest * scale / drawn) ** 0.5 + ERRORS**2 * largest / drawn
             if not bool(((error <= allowed) | ~right.isfinite()).all()):
                 at = int(error.nan_to_num(torch.inf).argmax())
-                what, who = ("the loss Hessian", "autograd") if of_loss else ("the identity", "right")
+                what, who = ("the loss Hessian", "autograd") if self.of_loss else ("the identity", "right")
                 about = f"the mean of {drawn} draws of an entry of {what} is"
                 return f"{about} {float(mean[at]):.6g}, {who} {float(right[at]):.6g}", drawn
         return "", drawn

@@ -60,18 +60,8 @@ class Measured:
         self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], extent: Extent, passes: int = 1
     ) -> Measurement:
         """One extension on all parameters, in so many backward passes."""
-        result, columns = Measurement(), columns_of(extension, extent.columns)
-        sizes: dict[str, int] = {}
-        for name, place in places.items():
-            sizes[name] = check.numbers(place, columns)
-            most = max(sizes[name], check.on_the_way(extent))
-            if most > self.limit:
-                del sizes[name]
-                result.ended[name] = Verdict.UNCHECKED, f"it would take {most * 8 / 2**30:.1f} GiB (memory=)"
-        groups = list(packed(sizes, self.limit))
-        left = [name for group in groups[MOST_PASSES:] for name in group]
-        why = "the fields of all parameters do not fit into memory (memory=)"
-        result.ended |= dict.fromkeys(left, (Verdict.UNCHECKED, why))
+        result = Measurement()
+        groups, result.ended = self.groups(extension, check, places, extent)
         for group in groups[:MOST_PASSES]:
             with only(self.params, group), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -84,6 +74,29 @@ class Measured:
                     return result
             result.warned += [text for w in caught if leaves_out(extension, text := one_line(w.message))]
         return result
+
+    def groups(
+        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], extent: Extent
+    ) -> tuple[list[list[str]], dict[str, tuple[Verdict, str]]]:
+        """Parameters whose fields are in memory together, and those that are left out."""
+        columns, sizes = columns_of(extension, extent.columns), dict[str, int]()
+        ended: dict[str, tuple[Verdict, str]] = {}
+        for name, place in places.items():
+            sizes[name] = check.numbers(place, columns)
+            most = max(sizes[name], check.on_the_way(extent))
+            if most > self.limit:
+                del sizes[name]
+                ended[name] = Verdict.UNCHECKED, f"it would take {most * 8 / 2**30:.1f} GiB (memory=)"
+        groups = list(packed(sizes, self.limit))
+        left = [name for group in groups[MOST_PASSES:] for name in group]
+        why = "the fields of all parameters do not fit into memory (memory=)"
+        return groups, ended | dict.fromkeys(left, (Verdict.UNCHECKED, why))
+
+    def is_spread(
+        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], extent: Extent
+    ) -> bool:
+        """Whether some pass may not reach all predictions: only a part of the parameters requires gradients."""
+        return sum(map(len, self.groups(extension, check, places, extent)[0][:1])) < len(places)
 
     def run_group(
         self, extension: BackpropExtension, check: Check, places: dict[str, Place], result: Measurement, passes: int

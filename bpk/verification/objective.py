@@ -70,6 +70,12 @@ class Objective:
             for handle in handles:
                 handle.remove()
 
+    def as_one(self) -> list[Calls]:
+        """The call of the user's loss itself, evaluated again: without a rule, it is one loss for `bpk`."""
+        self.inner = [self.problem.loss]
+        self.value, self.calls = self.watched(self.output)
+        return self.calls
+
     def points(
         self, seen: Any, kept: Sequence[int], value: Callable[[Any], Tensor], again: Callable[[Any], Any]
     ) -> Points:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.losses.loss import AutodiffLoss
 from bpk.rules import REGISTRY
 from bpk.verification import Row, Verdict
 from bpk.verification.problem import takes_several
@@ -246,6 +247,73 @@ def test_biased_draws(extension: E.BackpropExtension, monkeypatch: pytest.Monkey
     assert len(result.wrong) == 6 and "the mean of 20000 draws of an entry of the loss Hessian" in result.wrong[0].note
 
 
+class Sum(nn.Module):
+    """With a rule, and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.MSELoss(), Far()
+
+    def forward(self, one: Tensor, other: Tensor, target: Tensor) -> Tensor:
+        return self.first(one, target) + 0.3 * self.second([other], target)
+
+
+class Far(nn.Module):
+    """A loss of one's own, of any number of predictions, given as a list."""
+
+    def forward(self, predictions: list[Tensor], target: Tensor) -> Tensor:
+        return sum(((x - target) ** 2 + (x - target).cosh()).mean() for x in predictions) / 7  # type: ignore[return-value]
+
+
+class Apart(nn.Module):
+    def forward(self, one: Tensor, other: Tensor, target: Tensor) -> Tensor:
+        return ((one - other).cosh() + (one - target) ** 2).mean()
+
+
+def of_pair(loss: nn.Module, *targets: Tensor) -> Any:
+    return (
+        Model(lambda m, x: (m.a(x).tanh(), m.b(x)), a=nn.Linear(4, 3), b=nn.Linear(4, 3)),
+        loss,
+        torch.randn(X),
+        targets,
+    )
+
+
+OWN: dict[str, Callable[[], Any]] = {
+    "both sides of MSELoss": lambda: of_pair(nn.MSELoss()),
+    "two predictions": lambda: of_pair(Apart(), torch.randn(3, 3)),
+    "a list": lambda: of_pair(Far(), torch.randn(3, 3)),
+    "a sum": lambda: of_pair(Sum(), torch.randn(3, 3)),
+    "one prediction": lambda: (nn.Linear(4, 2), Far(), torch.randn(X), torch.randn(3, 2)),
+    "a penalty": lambda: (nn.Linear(4, 2), Regularised(), torch.randn(X), torch.randn(3, 2)),
+}
+
+
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+def test_draws_of_losses_without_a_rule(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one's own, or of several predictions: they are repeated, and so what is a little off is found."""
+    problem, quantities = make(), (*SAMPLED, E.DiagJTJMC())
+    result = bpk.verify(*problem, *quantities)
+    assert result and all("repeated" in row.note for row in result.rows), result
+    right = AutodiffLoss.sqrt_hessian_sampled
+    monkeypatch.setattr(AutodiffLoss, "sqrt_hessian_sampled", lambda self, call, m: right(self, call, m) * 1.2)
+    biased = bpk.verify(*problem, *SAMPLED)
+    assert {row.verdict for row in biased.rows} == {Verdict.WRONG}, biased
+    monkeypatch.setattr(AutodiffLoss, "sqrt_hessian_sampled", right)
+    of_uses = E.DiagGGNMC.value
+    monkeypatch.setattr(E.DiagGGNMC, "value", lambda self, uses: of_uses(self, uses) * 1.01)
+    assert {row.verdict for row in bpk.verify(*problem, E.DiagGGNMC()).rows} == {Verdict.WRONG}
+
+
+@pytest.mark.parametrize("make", [of_two_losses, OWN["two predictions"]])
+def test_draws_of_passes_that_do_not_reach_all_predictions(make: Callable[[], Any]) -> None:
+    """Then a pass draws something else than one for all parameters, which had been called wrong."""
+    result = bpk.verify(*make(), *SAMPLED, memory=300 * 8 / 2**30)
+    assert not result.wrong and {"mean of 50 draws, within 8 standard errors"} & {row.note for row in result.rows}, (
+        result
+    )
+
+
 # ---- where it looks, and what it says ------------------------------------------------------------------------
 def test_tables_are_compared_where_tokens_are() -> None:
     model = nn.Sequential(nn.Embedding(1000, 4), nn.Flatten(), nn.Linear(8, 3))
@@ -299,7 +367,7 @@ def test_certain_predictions_of_two_losses() -> None:
 
 def test_draws_that_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean of many draws is compared: coarser, but what is far off is found."""
-    monkeypatch.setattr("bpk.verification.assemble.Draws.of", lambda problem: None)
+    monkeypatch.setattr("bpk.verification.assemble.Draws.of", lambda *problem: None)
     result = bpk.verify(*network(), *SAMPLED)
     assert result and all("mean of 50 draws" in row.note for row in result.of(Verdict.OK)), result
     right = E.DiagGGNMC.value
