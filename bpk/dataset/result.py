@@ -49,6 +49,13 @@ class Accumulated(Tabular, Mapping[str, Fields]):
     def __len__(self) -> int:
         return len(self.fields)
 
+    def __eq__(self, other: object) -> bool:
+        """Results are equal to themselves only, as tensors in them are not compared to one truth value."""
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def field(self, name: str) -> dict[str, Any]:
         """One field of all parameters: `result.field("kfac")["0.weight"]`.
 

@@ -217,3 +217,10 @@ def test_sampled_quantities_estimate_exact_ones() -> None:
     for name, fields in exact.items():
         torch.testing.assert_close(found[name]["diag_ggn_mc"], fields["diag_ggn_exact"], rtol=0.1, atol=1e-4)
         torch.testing.assert_close(found[name]["kfac"][0], found[name]["kflr"][0], rtol=0.1, atol=1e-3)
+
+
+def test_results_are_equal_to_themselves_only() -> None:
+    """Tensors cannot be compared to one truth value, and mappings compare what they hold."""
+    data = [(torch.randn(5, 4), torch.arange(5) % 3)]
+    first, second = (bpk.accumulate(torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), data) for _ in range(2))
+    assert first == first and first != second and first != 3 and first != dict(first) and len({first, second}) == 2
