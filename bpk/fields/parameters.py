@@ -15,7 +15,7 @@ from bpk.fields.parameter_state import ParameterState as ParameterState
 from bpk.fields.spare_memory import spare_memories, spare_memory
 from bpk.fields.statistics import Use, Uses
 from bpk.fields.totals import Totals
-from bpk.fields.values import combined, one_value_only, remove_stale, unshared, value_of, whole
+from bpk.fields.values import apart, combined, one_value_only, remove_stale, unshared, value_of, whole
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.context.state import CTX
@@ -222,6 +222,8 @@ class Parameters:
             value = value if value.dtype is param.dtype else value.to(param.dtype)
             if value._is_view() and not value.requires_grad:
                 value = value.detach()  # a view would keep its base alive
+        elif type(value) is list and len(self.extensions) > 1:
+            value = apart(value, [vars(param).get(extension.savefield) for extension in self.extensions])
         setattr(param, name, value)
         if self.noted is not None:  # other processes
             mark(param, name, self.noted, self.states.get(id(param)))

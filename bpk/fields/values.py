@@ -108,6 +108,12 @@ def unshared(values: Mapping[int, Any], index: int) -> Any:
     return value.clone() if any(other.untyped_storage().data_ptr() == here for other in others) else value
 
 
+def apart(value: list[Any], fields: Iterable[Any]) -> list[Any]:
+    """A list in memory of its own: what stands in other fields, too, is copied (two extensions may share factors)."""
+    known = {id(x) for other in fields if isinstance(other, list) for x in other}
+    return [x.clone() if id(x) in known and isinstance(x, Tensor) else x for x in value]
+
+
 def remove_stale(
     models: Iterable[nn.Module],
     reached: Iterable[int],

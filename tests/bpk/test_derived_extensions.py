@@ -195,3 +195,17 @@ def test_products_take_one_vector(cls: type[nn.Module]) -> None:
         vectors = torch.randn(3, *getattr(layer, name).shape)
         several = derivative.param_jac_mat_prod(name, layer, mat=vectors)
         torch.testing.assert_close(derivative.param_jac_mat_prod(name, layer, mat=vectors[1]), several[1])
+
+
+def test_equal_factors_are_in_memory_of_their_own() -> None:
+    """What is done to one field in place is not done to another one of the same pass."""
+    model, loss_fn = bpk.extend(torch.nn.Linear(4, 3)), bpk.extend(torch.nn.CrossEntropyLoss())
+    with bpk.backpack(E.KFAC(), E.HBP()):
+        loss_fn(model(torch.randn(5, 4)), torch.arange(5) % 3).backward()
+    for p in model.parameters():
+        before = [factor.clone() for factor in p.hbp]
+        torch.testing.assert_close(p.kfac, before)
+        for factor in p.kfac:
+            factor.add_(1.0)
+        p.kfac.pop()
+        torch.testing.assert_close(p.hbp, before)
