@@ -171,6 +171,8 @@ class Rewriting:
             )
         except CannotConvert:
             return None
+        if REGISTRY.find(found.module) is None:  # another forward pass was set on its class
+            return None
         if not follows_mode:
             found.module.train(self.training)
         return found

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from bpk.converter.tracing import nodes_in
 from bpk.jacobians.core.conversion import signature_of
 from bpk.jacobians.core.random_state import RandomState
+from bpk.rules import REGISTRY
 
 
 def convolution(layer: type[nn.Module], weight: Tensor, groups: int = 1, **options: Any) -> nn.Module:
@@ -61,6 +62,8 @@ def as_layer(node: fx.Node, parameters: dict[str, nn.Parameter]) -> tuple[nn.Mod
         return None
     with RandomState.now().again():
         module = LAYERS[node.target](parameters[names["weight"]], **options)
+    if REGISTRY.find(module) is None:  # another forward pass was set on its class
+        return None
     for name in [n for n, _ in module.named_parameters()]:
         module.register_parameter(name, parameters[names[name]] if name in names else None)
     return module, x, names

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from bpk.jacobians.registry import is_inherited
+from bpk.jacobians.registry import is_as_defined, is_inherited
 from bpk.verification.elsewhere import Elsewhere
 from bpk.verification.objective import gradients_of
 from bpk.verification.operands import (
@@ -201,7 +201,7 @@ def feed_only(outputs: Sequence[Tensor], split: Split, chosen: Sequence[int]) ->
 
 def is_linear(module: nn.Module | None) -> bool:
     """Whether a layer multiplies with its weight and returns the product: one that users derive may do more with it."""
-    kinds = [kind for kind in LINEAR if isinstance(module, kind)]
+    kinds = [kind for kind in LINEAR if isinstance(module, kind) and is_as_defined(kind)]
     return module is not None and "forward" not in vars(module) and any(is_inherited(type(module), k) for k in kinds)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +42,18 @@ def set_on(layer: nn.Linear) -> None:
 def hooked_in_front(layer: nn.Linear) -> None:
     layer.register_forward_pre_hook(lambda module, args: (2.0 * args[0],))
     layer.register_forward_hook(lambda module, args, out: torch.sin(out), prepend=True)
+
+
+def called_by_wraps(layer: Any, x: Tensor) -> Tensor:
+    return torch.sin(LINEAR(layer, 2.0 * x))
+
+
+def written_anew(layer: Any, x: Tensor) -> Tensor:
+    return torch.sin(F.linear(2.0 * x, layer.weight, layer.bias))
+
+
+LINEAR = nn.Linear.forward
+update_wrapper(called_by_wraps, LINEAR)
 
 
 def same_fields(one: nn.Module, other: nn.Module) -> None:
@@ -86,6 +99,79 @@ def test_another_method_that_an_inherited_forward_pass_calls() -> None:
     model, twin = net(Standardised(1, 2, 2)), net(ByHand(1, 2, 2))
     twin.load_state_dict(model.state_dict())
     same_fields(model, twin)
+
+
+class Inherited(nn.Linear):
+    """The forward pass of its base, whichever that is."""
+
+
+@pytest.mark.parametrize("extended_first", [False, True])
+@pytest.mark.parametrize("forward", [called_by_wraps, written_anew])
+@pytest.mark.parametrize("kind", [nn.Linear, Inherited])
+def test_another_forward_pass_of_a_class(kind: type[nn.Linear], forward: Any, extended_first: bool) -> None:
+    """`nn.Linear.forward = ...`: its rule serves no layer, and serves all of them as soon as it is taken back."""
+    torch.manual_seed(0)
+
+    class Twin(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(F.linear(2.0 * x, self.weight, self.bias))
+
+    twin = nn.Sequential(Twin(3, 4), nn.Tanh(), Twin(4, 3)).double()
+    model, plain = (nn.Sequential(kind(3, 4), nn.Tanh(), kind(4, 3)).double() for _ in range(2))
+    for one in (model, plain):
+        one.load_state_dict(twin.state_dict())
+    if extended_first:
+        same_fields(bpk.extend(model), bpk.extend(plain))
+    with mock.patch.object(nn.Linear, "forward", forward):
+        same_fields(bpk.extend(model), bpk.extend(twin))
+        assert REGISTRY.find(kind) is REGISTRY.find(model[0]) is None
+    assert REGISTRY.find(kind) is REGISTRY.find(model[0]) is not None
+    assert bpk.verify(model, nn.CrossEntropyLoss(), torch.randn(4, 3).double(), torch.randint(3, (4,)), E.KFLR()).ok
+
+
+@pytest.mark.parametrize("on_class", [False, True])
+def test_a_method_set_beside_the_forward_pass(on_class: bool) -> None:
+    torch.manual_seed(0)
+    model = bpk.extend(nn.Sequential(nn.Conv1d(2, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 3)).double())
+    layer: Any = model[0]
+    x, y = torch.randn(4, 2, 3).double(), torch.randint(3, (4,))
+
+    def called(*given: Any) -> Tensor:
+        return F.conv1d(given[-3].square(), *given[-2:])
+
+    with mock.patch.object(nn.Conv1d if on_class else layer, "_conv_forward", called):
+        assert REGISTRY.find(layer) is None
+        assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.BatchGrad(), E.DiagHessian()).ok
+    assert REGISTRY.find(layer) is not None
+
+
+def test_functions_whose_layer_has_another_forward_pass() -> None:
+    """What stands for `F.layer_norm` is no `nn.LayerNorm` that anybody calls."""
+    torch.manual_seed(0)
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        return F.layer_norm(x.sin(), layer.normalized_shape, layer.weight, layer.bias, layer.eps).square()
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    x, y = torch.randn(4, 3).double(), torch.randint(3, (4,))
+    with mock.patch.object(nn.LayerNorm, "forward", forward):
+        result = bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.BatchGrad(), E.DiagHessian(), E.DiagGGNExact())
+    assert result.ok, result
+
+
+def test_a_converted_function_whose_layer_has_another_forward_pass() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(F.linear(x, self.weight))
+
+    model, x = Functional(), torch.randn(5, 4)
+    with mock.patch.object(nn.Linear, "forward", written_anew), mock.patch.object(nn.ReLU, "forward", written_anew):
+        converted = bpk.convert_module_to_backpack(model)
+        torch.testing.assert_close(converted(x), model(x))
 
 
 def test_arguments_set_on_a_layer_leave_its_rule() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -101,6 +102,31 @@ def test_subclass_without_its_own_forward_is_found() -> None:
 @pytest.mark.parametrize("cls", [Changed, FarRenamed])
 def test_subclass_with_its_own_forward_is_not_found(cls: type[nn.Module]) -> None:
     assert Registry(Loader(Autodiff(Swish))).find(cls()) is None
+
+
+def test_forward_set_on_a_class_of_torch_before_the_rules_are_read() -> None:
+    rule = Autodiff(nn.BatchNorm1d)
+    registry, own = Registry(Loader(rule)), nn.BatchNorm1d.forward
+    with mock.patch.object(nn.BatchNorm1d, "forward", lambda self, x: x):
+        assert registry.find(nn.BatchNorm1d) is None
+        nn.BatchNorm1d.forward = own  # type: ignore[method-assign]  # as its base defines it
+        assert registry.find(nn.BatchNorm1d) is rule
+        nn.BatchNorm1d.forward = nn.Linear.forward  # type: ignore[method-assign, assignment]
+        assert registry.find(nn.BatchNorm1d) is None
+    assert registry.find(nn.BatchNorm1d) is rule
+
+
+def test_a_rule_of_a_user_describes_the_class_as_it_was_registered() -> None:
+    registry, rule = Registry(Loader()), Autodiff(nn.Tanh)
+    with mock.patch.object(nn.Tanh, "forward", lambda self, x: x.sin()):
+        registry.add(rule)
+        assert registry.find(nn.Tanh) is rule
+    assert registry.find(nn.Tanh) is None
+    registry, rule = Registry(Loader(Autodiff(Swish))), Autodiff(Swish)
+    assert registry.find(Renamed) is not None
+    with mock.patch.object(Swish, "forward", mock.MagicMock()):
+        assert registry.find(Renamed) is registry.find(Swish) is None
+    assert registry.find(Renamed) is registry.find(Swish) is not None
 
 
 def test_subclass_may_have_its_own_rule() -> None:

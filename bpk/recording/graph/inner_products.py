@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.attention.weights import LinearInside
@@ -18,7 +18,7 @@ from bpk.recording import engine
 from bpk.recording.graph.identity import IDENTITIES, function_name
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, leaf_of
 from bpk.recording.graph.parameter_operands import SAME_ORDER, axes_of
-from bpk.recording.graph.parameter_products import FUNCTIONS
+from bpk.recording.graph.parameter_products import FUNCTIONS, LinearFunction
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -39,7 +39,7 @@ class InnerProduct:
     @property
     def rule(self) -> Rule | None:
         """The rule that serves it."""
-        return REGISTRY.find(nn.Linear)
+        return REGISTRY.find(LinearFunction)
 
     def rows(self, grad: Tensor) -> Tensor:
         """The gradient `[R, O]` at the node as `[N, T, O]`."""
