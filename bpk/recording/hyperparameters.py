@@ -20,6 +20,11 @@ SEQUENCES = (tuple, list)
 """Those that may be made of them."""
 
 
+COUNT, COUNTED = "num_batches_tracked", ("running_mean", "running_var")
+"""A forward pass of BatchNorm in training mode changes its statistics without a new version, so autograd uses wrong
+ones of an earlier call in evaluation mode; but it counts."""
+
+
 def is_setting(value: Any) -> bool:
     """Whether this is a hyperparameter: no tuple of tensors, say, which a layer keeps of its last call."""
     kind = type(value)
@@ -82,10 +87,10 @@ class Hyperparameters:
     def earlier(self, module: nn.Module) -> nn.Module:
         """A copy as the module was."""
         made = copy.copy(module)
-        buffers = {
-            name: Changed.of(module, name, x) if is_changed(x, known) else x
-            for name, (x, known) in self.buffers.items()
-        }
+        gone = {name for name, (x, known) in self.buffers.items() if is_changed(x, known)}
+        if COUNT in gone and not self.plain.get("training"):
+            gone.update(COUNTED)
+        buffers = {name: Changed.of(module, name, x) if name in gone else x for name, (x, _) in self.buffers.items()}
         made.__dict__.update(self.plain, _buffers={**module._buffers, **buffers})
         return made
 

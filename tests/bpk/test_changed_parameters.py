@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -253,3 +254,17 @@ def test_products_belong_to_the_point_of_the_gradient(
         change(model)
         with pytest.raises(RuntimeError, match="changed"):
             product(v)
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian(), E.KFLR()])
+def test_statistics_that_a_later_forward_pass_has_moved(extension: Any) -> None:
+    """BatchNorm in training mode changes them without a new version: autograd itself gives wrong gradients."""
+    model = bpk.extend(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval())
+    loss_fn, x, y = bpk.extend(nn.CrossEntropyLoss()), torch.randn(5, 3), torch.randint(2, (5,))
+    loss = loss_fn(model(x), y)
+    model.train()(torch.randn(5, 3))
+    with pytest.raises(RuntimeError, match=r"'running_(mean|var)' of '1' .* was changed"), bpk.backpack(extension):
+        loss.backward()
+    model.eval()
+    with bpk.backpack(extension):
+        loss_fn(model(x), y).backward()
