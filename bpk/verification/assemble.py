@@ -17,6 +17,7 @@ from bpk.verification.compare import STANDARD_ERRORS, Effort, Pair, Tolerance, j
 from bpk.verification.defined import by_definition
 from bpk.verification.draws import Draws
 from bpk.verification.eigenbasis import InEigenbasis
+from bpk.verification.gradient import Gradients
 from bpk.verification.kronecker import PROPERTIES, Averaged, OfGroups, Unknown, check_of
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, columns_of, seed_of
 from bpk.verification.objective import gradients_of
@@ -37,18 +38,19 @@ REPEATED = "its draws are repeated; at the loss, the mean of {} draws is right"
 
 def rows(
     problem: Problem, extensions: Sequence[BackpropExtension], effort: Effort, use_converter: bool, bar: Progress
-) -> list[Row]:
-    """All rows, extension by extension."""
+) -> tuple[list[Row], int]:
+    """All rows, extension by extension, then those of wrong gradients; and how many gradients were compared."""
     extent, gradients, computed_in = first_look(problem)
     n, seed = problem.inputs.n, problem.seed
     places = {name: Place.of(name, g, n, effort.entries, effort.samples, seed) for name, g in gradients.items()}
     if not places:
-        return []
+        return [], 0
+    watched = Gradients(gradients)
     checks = [check_for(extension) for extension in extensions]
     at = [{k: place.restricted(e.get_subsampling()) for k, place in places.items()} for e in extensions]
     kinds = {check.of_loss_hessian for check in checks if check is not None and check.sampled}
     draws = {of_loss: Draws.of(problem, of_loss) for of_loss in kinds}
-    measured = Measured(problem.fresh(), use_converter, effort.memory, bar.detail)
+    measured = Measured(problem.fresh(), watched, use_converter, effort.memory, bar.detail)
     measurements: list[Measurement] = []
     drawn_by: list[Draws | None] = []
     for k, (extension, check, here) in enumerate(zip(extensions, checks, at, strict=True)):
@@ -85,7 +87,7 @@ def rows(
             note = REPEATED if known.of_loss else SIGNS
             found = rows_of(extension, check, here, measurement, reference, tolerance, note)
         table += with_judged_draws(found, reference, known, effort.entries)
-    return table
+    return table + watched.wrong(tolerance), watched.compared
 
 
 def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entries: int) -> list[Row]:

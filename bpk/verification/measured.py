@@ -15,6 +15,7 @@ from bpk.extending import extend, memory_cleanup
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.kernels.predictive import only
+from bpk.verification.gradient import Gradients
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import Problem
 from bpk.verification.quantities import Check, Mismatch, Read
@@ -45,10 +46,12 @@ class Measurement:
 
 
 class Measured:
-    """An extended copy of the model, on which every extension runs alone."""
+    """An extended copy of the model, on which every extension runs alone; `.grad` is compared after each pass."""
 
-    def __init__(self, problem: Problem, use_converter: bool, memory: float, say: Callable[[str], None]) -> None:
-        self.problem, self.say = problem, say
+    def __init__(
+        self, problem: Problem, gradients: Gradients, use_converter: bool, memory: float, say: Callable[[str], None]
+    ) -> None:
+        self.problem, self.gradients, self.say = problem, gradients, say
         self.params = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -109,6 +112,7 @@ class Measured:
         for number in range(passes):
             self.backward(used, number, f"backward pass {number + 1} of {passes}")
             for name, place in places.items():
+                self.gradients.compare(type(extension).__name__, name, self.params[name].grad)
                 value = self.params[name].__dict__.pop(used.savefield, None)
                 if value is None:
                     continue

@@ -62,6 +62,8 @@ class Verification(Tabular):
     """
 
     rows: tuple[Row, ...]
+    gradients: int = 0
+    """How many `.grad` were compared after passes with extensions: rows tell which of them are wrong."""
 
     @property
     def ok(self) -> bool:
@@ -111,7 +113,9 @@ class Verification(Tabular):
     def table(self) -> Table:
         """Parameters and quantities; rows that ended the same way share one."""
         rows, notes = numbered(shortened(self.rows))
-        return Table(HEAD, rows, [*notes, *self.summary().split("\n")], NUMBERS)
+        wrong = sum(row.quantity.startswith(".grad") for row in self.wrong)
+        about = f".grad compared after each pass, {self.gradients} in all: {wrong or 'none'} wrong"
+        return Table(HEAD, rows, [*notes, *self.summary().split("\n"), *[about] * bool(self.gradients)], NUMBERS)
 
     def to_markdown(self, full: bool = False) -> str:
         """The table in Markdown; `full` gives every row, also where a quantity is fine on many parameters."""

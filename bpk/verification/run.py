@@ -56,7 +56,8 @@ def verify(
     compared with `J_n^T S_n` for the columns `S_n` that the loss draws with the same seed, whose mean square must be
     `H_n`; where these cannot be known, the mean of 50 draws must be within 8 standard errors of the exact value. `KFRA`
     is compared for one sample, and `PCHMP` must be symmetric and at least the GGN and the Hessian. What these do not
-    cover is said in the table, as are refusals of `bpk`.
+    cover is said in the table, as are refusals of `bpk`. After each backward pass with an extension, all entries of
+    `.grad` are compared, too.
 
     Derivatives in the input are named by their functions, `bpk.taylor`, `bpk.laplacian`, `bpk.input_hessian_diag`,
     and are compared with reverse mode. They need no loss: `bpk.verify(model, None, x)` checks all three. So are
@@ -119,18 +120,19 @@ def verify(
     wanted = [e for e in chosen if isinstance(e, BackpropExtension)] if extensions or forward else every_extension()
     devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
     found: list[Row] = []
+    gradients = 0
     effort = Effort(entries, samples, passes, memory, rtol, atol)
     with undisturbed(dtype, devices):
         if wanted:
             problem = Problem.of(model, loss, inputs, targets, dtype, batch_axis, seed)
             bar = Progress(len(wanted), progress)
             try:
-                found += rows(problem, wanted, effort, use_converter, bar)
+                found, gradients = rows(problem, wanted, effort, use_converter, bar)
             finally:
                 bar.close()
         found += derivatives_of(model, inputs, forward, effort, seed, dtype)
         found += of_models(model, inputs, kernels, effort, batch_axis, seed, dtype)
-    result = Verification(tuple(found))
+    result = Verification(tuple(found), gradients)
     if raise_on_error and result.wrong:
         raise AssertionError(f"quantities are wrong:\n{result}")
     return result

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from bpk.jacobians.second_order.fused import StandIns
 from bpk.verification.problem import Arguments
 
 UNKNOWN = -1
@@ -16,13 +18,24 @@ class SamplesMix(Exception):
     """An entry of the prediction depends on several samples; the message says so."""
 
 
+def rrelu(
+    x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """`F.rrelu` that draws a slope for each entry. Torch draws none for positive ones: others would get other draws."""
+    slope = torch.empty_like(x).uniform_(lower, upper) if training else (lower + upper) / 2
+    result = torch.where(x > 0, x, slope * x)
+    return x.copy_(result) if inplace else result
+
+
+SAME_DRAWS = {F.rrelu: rrelu}
+"""By the function that they stand for: what is drawn for a sample does not depend on the values of others."""
+
+
 class OtherShape(SamplesMix):
     """A prediction has another shape where samples are exchanged."""
 
 
-def owners(
-    predict: Callable[[Arguments], list[Tensor]], inputs: Arguments, preds: Sequence[Tensor], n: int
-) -> list[Tensor]:
+def owners(predict: Callable[[Arguments], list[Tensor]], inputs: Arguments, n: int) -> list[Tensor]:
     """For each of the predictions, in its shape: the sample that each entry belongs to.
 
     For every binary digit of the samples' numbers, those that have it are replaced by their neighbours, then those that
@@ -33,10 +46,12 @@ def owners(
     Raises:
         SamplesMix: If an entry changes in both cases.
     """
-    try:
-        return with_neighbours(predict, inputs, preds, n, masks=True)
-    except OtherShape:
-        return with_neighbours(predict, inputs, preds, n, masks=False)
+    with StandIns(SAME_DRAWS):
+        preds = values(predict, inputs)
+        try:
+            return with_neighbours(predict, inputs, preds, n, masks=True)
+        except OtherShape:
+            return with_neighbours(predict, inputs, preds, n, masks=False)
 
 
 def with_neighbours(

@@ -25,7 +25,7 @@ class Split:
         self.pred = torch.cat([x.reshape(-1) for x in points.tensors])
         self.mixing = ""
         try:
-            self.owner = torch.cat([x.flatten() for x in owners(points.again, problem.inputs, points.tensors, self.n)])
+            self.owner = torch.cat([x.flatten() for x in owners(points.again, problem.inputs, self.n)])
         except SamplesMix as error:
             self.n, self.mixing = 1, str(error)
             self.owner = torch.zeros_like(self.pred, dtype=torch.long)

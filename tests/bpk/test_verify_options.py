@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.verification import Row, Verdict, Verification
+from bpk.verification.measured import Measured
 from tests.bpk.test_verify import EXACT, Data, cnn, mlp
 from tests.references.compare import Assembled
 
@@ -134,3 +135,28 @@ def two_results(m: Any, x: Tensor) -> Any:
 def test_bad_input(change: Callable[[Data], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bpk.verify(*change(mlp()))
+
+
+def test_gradients_themselves_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = bpk.verify(*mlp(), E.BatchGrad(), E.KFLR())
+    count = len(list(mlp()[0].parameters()))
+    assert result.gradients == 2 * count
+    assert str(result).endswith(f".grad compared after each pass, {2 * count} in all: none wrong")
+    backward = Measured.backward
+
+    def disturbed(self: Measured, *args: Any) -> None:
+        backward(self, *args)
+        next(iter(self.params.values())).grad[0] *= 1.001  # type: ignore[index]
+
+    monkeypatch.setattr(Measured, "backward", disturbed)
+    result = bpk.verify(*mlp(), E.BatchGrad(), E.KFLR())
+    assert [row.quantity for row in result.wrong] == [".grad with BatchGrad", ".grad with KFLR"]
+    assert "entry [0" in result.wrong[0].note and str(result).endswith("2 wrong")
+
+
+def test_random_slopes_do_not_mix_samples() -> None:
+    """Torch draws slopes for negative entries only: those of one sample move the draws of the next."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.RReLU(inplace=True), nn.Linear(6, 3))
+    data = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    result = bpk.verify(model, nn.CrossEntropyLoss(), *data, E.DiagGGNMC(), E.BatchGrad(), E.KFLR())
+    assert result.ok and not result.of(Verdict.UNCHECKED), result
