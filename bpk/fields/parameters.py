@@ -248,5 +248,5 @@ class Parameters:
         for handle in self.handles:
             handle.remove()
         self.totals.clear()
-        self.handles, self.states, self.saved, self.calls, self.by_module = [], {}, [], None, {}
-        self.claimed, self.when_done = {}, None
+        self.handles, self.states, self.saved, self.calls, self.by_module, self.claimed = [], {}, [], None, {}, {}
+        self.when_done = None

@@ -124,7 +124,7 @@ def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callab
 
 
 def options_of(kind: str, x: Tensor, *kept: Any) -> Options | None:
-    """The options of a call, from what its node keeps; `None` if statistics are those of a batch, or none that is known."""
+    """The options of a call, from what its node keeps; `None`: those of batches, or with a negative eps."""
     if "result2" in KEPT[kind]:
         of, rstd = kept
         eps = eps_of(x, rstd)
