@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Function, tuple[int, ...], int | None, tuple[int, ...]]] 
     "depthwise": (lambda x, w, b: F.conv1d(x, w.unsqueeze(1), b, groups=2), (2, 3), 2, (3, 2, 5)),
     "there and back": (lambda x, w, b: F.conv1d(x, w.squeeze(1).unsqueeze(1), b, groups=2), (2, 1, 3), 2, (3, 2, 5)),
     "images": (lambda x, w, b: F.conv2d(x, w, b, padding=(1, 0)), (2, 2, 2, 1), 2, (3, 2, 3, 3)),
+    "one number for all axes": (lambda x, w, b: F.conv2d(x, w, b, (2,), (1,), (1,)), (2, 2, 2, 1), 2, (3, 2, 3, 3)),
     "volumes": (lambda x, w, b: F.conv3d(x, w, b), (2, 2, 2, 1, 2), 2, (2, 2, 2, 2, 2)),
     "transposed": (
         lambda x, w, b: F.conv_transpose1d(x, w, b, stride=2, padding=1, output_padding=1),

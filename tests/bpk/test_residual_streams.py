@@ -202,3 +202,21 @@ def test_no_sample_is_in_rows_of_parameters_alone(adds: bool, n: int) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(n, 4), torch.randint(3, (n,))
     bpk.verify(Kernel(adds), nn.CrossEntropyLoss(), x, y, *QUANTITIES[:4], raise_on_error=True)
+
+
+class SampleBySample(nn.Module):
+    """Adds two numbers of each sample, which have no axes (the trapezoid rule does)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        areas = [torch.trapezoid(torch.tanh(row)) for row in self.first(x)]
+        return self.last(torch.stack(areas)[:, None])
+
+
+def test_sums_of_numbers_are_left_to_autograd() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 4), torch.arange(3)
+    bpk.verify(SampleBySample(), nn.CrossEntropyLoss(), x, y, *QUANTITIES[:4], raise_on_error=True)

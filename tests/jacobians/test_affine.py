@@ -91,9 +91,10 @@ def test_moment_of_patches_with_shared_rows(
         assert rule.kron_input(call, "weight").dtype is torch.bfloat16
 
 
-def test_padding_that_is_a_number_of_numpy() -> None:
+@pytest.mark.parametrize("padding", [np.int64(1), (1,)], ids=["of numpy", "in a tuple"])
+def test_padding_that_is_one_number(padding: object) -> None:
     layer = nn.Conv2d(2, 3, 3)
-    layer.padding = np.int64(1)  # type: ignore[assignment]
+    layer.padding = padding  # type: ignore[assignment]
     rule, call = prepare(layer, (2, 2, 4, 5), torch.float64)
     mat = torch.randn(1, *call.output.shape, dtype=torch.float64)
     back = Autodiff.jac_t_mat_prod(rule, call, mat, 0)  # type: ignore[arg-type]

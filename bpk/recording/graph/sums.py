@@ -60,7 +60,7 @@ def is_sum(node: Node) -> bool:
     if node.name() != ADD or engine.saved(node, "alpha") != 1:
         return False
     kind = engine.kind_of_output(node, 0)
-    if kind[1].is_complex:  # as for layers: autograd knows what to conjugate
+    if kind[1].is_complex or not kind[0]:  # as for layers: autograd knows what to conjugate; numbers have no rows
         return False
     for above, nr in node.next_functions:
         if above is None or above.name() == engine.ACCUMULATE or engine.kind_of_output(above, nr) != kind:
