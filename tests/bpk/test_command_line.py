@@ -105,7 +105,8 @@ def line_of(text: str, wanted: str) -> int:
 def test_verify(where: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{where}:problem", "--quantities", "BatchGrad,KFLR"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:2] == ["parameter", "quantity"] and lines[-1] == "8 ok"
+    assert lines[0].split()[:2] == ["parameter", "quantity"] and lines[-2] == "8 ok"
+    assert lines[-1].endswith("none wrong")  # gradients
     assert lines[2].split()[:3] == ["0.weight", "BatchGrad", "20"]
 
 
