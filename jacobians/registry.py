@@ -67,7 +67,7 @@ class Registry(Collected[Rule]):
         bases = [base for base in inspect.getmro(cls) if base in self._owners and issubclass(base, nn.Module)]
         for base in bases:
             methods = () if issubclass(cls, Plain) else self._described_of(base)
-            if methods is not None and all(getattr(cls, name) is method for name, method in methods):
+            if methods is not None and has(cls, methods):
                 self._found[cls] = self._owners[base], methods
                 return self._found[cls]
         if not bases:
@@ -117,9 +117,14 @@ def methods_of(cls: type[nn.Module]) -> Methods:
     return tuple([(name, getattr(cls, name)) for name in ("forward", *called)])
 
 
+def has(cls: type[nn.Module], methods: Methods) -> bool:
+    """Whether a class has these methods, and no others under their names."""
+    return all(getattr(cls, name) is method for name, method in methods)
+
+
 def is_inherited(cls: type[nn.Module], base: type[nn.Module]) -> bool:
     """Whether a class has the forward pass of another one, and the methods that this calls."""
-    return all(getattr(cls, name) is method for name, method in methods_of(base))
+    return has(cls, methods_of(base))
 
 
 def is_as_defined(cls: type[nn.Module]) -> bool:

@@ -156,7 +156,7 @@ def moved(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on a device."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if hasattr(batch, "to"):  # packed sequences, encodings of texts, graphs: they know what of them moves
+    if callable(getattr(batch, "to", None)):  # packed sequences, encodings, graphs: they know what of them moves
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}

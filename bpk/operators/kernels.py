@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.context import disable
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.core.function_module import standing_for
 from bpk.jacobians.second_order.fused import StandIns
 from bpk.jacobians.second_order.twice import TWICE
 from bpk.recording.context.state import CTX
@@ -60,8 +60,8 @@ def embedding(
     return torch.where((input == padding_idx % len(weight))[..., None], found.detach(), found)
 
 
-class BagFunction(nn.EmbeddingBag, Plain):
-    """Stands for a call of `F.embedding_bag`."""
+BAGS = standing_for(nn.EmbeddingBag, "F.embedding_bag")
+"""The class of what its rule is asked about."""
 
 
 def bags(
@@ -79,7 +79,7 @@ def bags(
 ) -> Tensor:
     """`F.embedding_bag`."""
     options: dict[str, Any] = {"mode": mode, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
-    layer = BagFunction(weight.shape[0], weight.shape[1], max_norm, norm_type, **options, device="meta")
+    layer = BAGS(weight.shape[0], weight.shape[1], max_norm, norm_type, **options, device="meta")
     rule = REGISTRY.find(layer)
     assert rule is not None
     binding = rule.bind(layer, (input, offsets, per_sample_weights), {})

@@ -19,7 +19,6 @@ PLAIN = frozenset((bool, int, float, str, type(None)))
 SEQUENCES = (tuple, list)
 """Those that may be made of them."""
 
-
 COUNT, COUNTED = "num_batches_tracked", ("running_mean", "running_var")
 """A forward pass of BatchNorm in training mode changes its statistics without a new version, so autograd uses wrong
 ones of an earlier call in evaluation mode; but it counts."""

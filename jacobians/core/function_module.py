@@ -17,6 +17,11 @@ class Plain:
     """Mixed into a module that is no layer: `extend` does not record its calls, autograd carries columns through it."""
 
 
+def standing_for(layer: type[nn.Module], function: str) -> type[nn.Module]:
+    """A class of modules that stand for calls of a function, served by the rule of a layer."""
+    return type(f"{layer.__name__}Function", (layer, Plain), {"__doc__": f"Stands for a call of `{function}`."})
+
+
 @dataclass(frozen=True)
 class Step:
     """One function call. `other` holds the arguments `(args, kwargs)` of the other mode, where they differ."""

@@ -8,7 +8,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -67,6 +67,13 @@ def test_batches_that_know_how_they_are_moved() -> None:
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(2, 3, 3), torch.tensor([3, 2]), batch_first=True)
     there = moved(packed, torch.device("meta"))
     assert there.data.is_meta and there.batch_sizes.device.type == "cpu"  # where torch wants it
+    edges = moved(Edges(torch.zeros(2), torch.ones(2)), torch.device("meta"))
+    assert isinstance(edges, Edges) and edges.to.is_meta  # a field, and no method
+
+
+class Edges(NamedTuple):
+    start: Tensor
+    to: Tensor
 
 
 def test_a_data_loader() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.core.function_module import standing_for
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.kept import kept_by
@@ -28,12 +28,7 @@ OPTIONS = ("transposed", "stride", "padding", "dilation", "groups", "output_padd
 """What its node keeps beside tensors."""
 
 
-def kind_of(layer: type[nn.Module], function: str) -> type[nn.Module]:
-    """A class of modules that stand for calls of a function, served by the rule of a layer."""
-    return type(f"{layer.__name__}Function", (layer, Plain), {"__doc__": f"Stands for a call of `{function}`."})
-
-
-def standing_for(kind: type[nn.Module], function: str, **options: Any) -> nn.Module:
+def module_of(kind: type[nn.Module], function: str, **options: Any) -> nn.Module:
     """A module of such a class, with these options and without parameters of its own."""
     module = kind.__new__(kind)
     nn.Module.__init__(module)
@@ -41,9 +36,9 @@ def standing_for(kind: type[nn.Module], function: str, **options: Any) -> nn.Mod
     return module
 
 
-STRAIGHT = [kind_of(layer, f"F.conv{k}d") for k, layer in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)]
+STRAIGHT = [standing_for(layer, f"F.conv{k}d") for k, layer in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)]
 TRANSPOSED = [
-    kind_of(layer, f"F.conv_transpose{k}d")
+    standing_for(layer, f"F.conv_transpose{k}d")
     for k, layer in enumerate((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), 1)
 ]
 
@@ -54,7 +49,7 @@ def convolution_layer(axes: int, *options: bool | int | tuple[int, ...]) -> nn.M
     known = dict(zip(OPTIONS, options, strict=True))
     kind = (TRANSPOSED if known["transposed"] else STRAIGHT)[axes - 1]
     name = f"F.conv{'_transpose' if known['transposed'] else ''}{axes}d"
-    return standing_for(kind, name, **known, padding_mode="zeros")
+    return module_of(kind, name, **known, padding_mode="zeros")
 
 
 def recover_convolution(edge: Edge, extended: Container[Tensor], again: Callable[[], bool]) -> Record | None:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.function_module import standing_for
 from bpk.recording import engine
-from bpk.recording.graph.convolutions import kind_of, standing_for
+from bpk.recording.graph.convolutions import module_of
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import Edge
@@ -76,7 +77,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 def stand_in(name: str) -> nn.Module:
     """What stands for the layer: one for all calls, because what is known of a graph's form is found by its modules."""
     layer, function = LAYERS[name]
-    return standing_for(kind_of(layer, function), function)
+    return module_of(standing_for(layer, function), function)
 
 
 def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callable[[], bool]) -> Record | None:
