@@ -28,7 +28,8 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 
 def tuple_of(value: Any, length: int) -> tuple[int, ...]:
     """An option given once for all axes, or once per axis."""
-    given = tuple(value) if isinstance(value, Sequence) else (value,)  # a number may be one of numpy
+    # a number may be one of numpy; tuples are asked for first, because `Sequence` answers in Python
+    given = tuple(value) if isinstance(value, (tuple, Sequence)) else (value,)
     return given * length if len(given) == 1 else given
 
 
