@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +17,6 @@ class ModuleExtensionSweep(Player):
 
     What is one tensor `[V, N, *x]` also passes functions without parameters between two layers.
     """
-
-    @property
-    def key(self) -> Hashable:
-        return ("module extensions", self.samples)
 
     def prepare(self) -> None:
         self.waiting: dict[Step, Any] = {}

@@ -24,8 +24,13 @@ from bpk.sweeps.module_extensions import ModuleExtensions
 from bpk.sweeps.products.linearised import times_named
 
 
-class Sweep(ABC):
-    """Something that travels backwards, for some samples of the batch; equal `key`s are computed once."""
+class Sweep:
+    """Something that travels backwards, for some samples of the batch; equal ones (by their `key`) are computed once.
+
+    Args:
+        samples: The samples considered (`None`: all of them).
+        others: What else tells it from other sweeps of its class.
+    """
 
     second_order = True
     needs_root = False
@@ -35,13 +40,9 @@ class Sweep(ABC):
     of_loss_hessian = True
     """Whether what it brings is zero (of second order), where the loss Hessian is."""
 
-    def __init__(self, samples: tuple[int, ...] | None = None) -> None:
+    def __init__(self, samples: tuple[int, ...] | None = None, *others: Hashable) -> None:
         self.samples = samples
-
-    @property
-    @abstractmethod
-    def key(self) -> Hashable:
-        """Sweeps with equal keys are the same."""
+        self.key: Hashable = (type(self), samples, *others)
 
     def rows(self, full: Tensor, axis: int = 0) -> Tensor:
         """Restrict a tensor over the batch to the samples of this sweep."""
@@ -56,7 +57,7 @@ class Sweep(ABC):
         return times_named(self.samples, step.joint.call.inputs[0])
 
 
-class Observer(Sweep):
+class Observer(Sweep, ABC):
     """A sweep that looks at every call when autograd is there."""
 
     @abstractmethod
@@ -68,10 +69,6 @@ class Gradient(Observer):
     """The gradient of each call's output, as one column. Autograd brings it."""
 
     second_order = False
-
-    @property
-    def key(self) -> Hashable:
-        return ("gradient", self.samples)
 
     def visit(self, step: Step) -> Columns:
         grad = step.grad if self.samples is None else self.rows(step.grad)
@@ -85,7 +82,7 @@ class Settle(Protocol):
         """Take the share of some columns (of so many in all, if that is known)."""
 
 
-class Player(Sweep):
+class Player(Sweep, ABC):
     """A sweep that is played at the loss.
 
     Before it is played, `begin` says what it may use: the plan, who takes what it brings to parameters (`settle`), how

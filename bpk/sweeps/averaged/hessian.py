@@ -7,7 +7,7 @@ positive-curvature Hessian. Where layers are linear, and for one sample, biases 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,10 +30,7 @@ class AveragedHessian(Averaged):
     def __init__(self, curvature: Curvature, mc_samples: int | None, samples: tuple[int, ...] | None) -> None:
         super().__init__(mc_samples, samples)
         self.curvature = curvature
-
-    @property
-    def key(self) -> Hashable:
-        return ("averaged", self.mc_samples, self.samples, self.curvature)
+        self.key = (self.key, curvature)
 
     def add_residual(self, step: Step) -> None:
         """Add the residual of a call, jointly over its inputs."""

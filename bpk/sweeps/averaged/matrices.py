@@ -18,7 +18,7 @@ counts as one layer, and a parameter that several calls use as a tensor that all
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -55,12 +55,8 @@ class Averaged(Player):
     needs_root = True
 
     def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
-        super().__init__(samples)
+        super().__init__(samples, mc_samples)
         self.mc_samples = mc_samples
-
-    @property
-    def key(self) -> Hashable:
-        return ("averaged", self.mc_samples, self.samples)
 
     def prepare(self) -> None:
         self.waiting: dict[Tensors, dict[Tensors, Tensor]] = {}

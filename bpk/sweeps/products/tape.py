@@ -6,7 +6,7 @@ Every call is written down when autograd is there, latest first; `block.py` play
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,16 +126,12 @@ class Tape(Observer):
     differentiates_twice = True
 
     def __init__(self, samples: tuple[int, ...] | None = None, factored: bool = False) -> None:
-        super().__init__(samples)
+        super().__init__(samples, factored)
         self.factored = factored
         self.needs_root = factored  # clipping leaves the loss Hessian alone
         self.frames: list[Frame] = []
         self.models: list[weakref.ref[nn.Module]] = []
         self.products: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @property
-    def key(self) -> Hashable:
-        return ("tape", self.samples, self.factored)
 
     def visit(self, step: Step) -> tuple[Tape, int]:
         """Add a frame."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -31,10 +31,6 @@ class SignedHessian(ColumnSweep):
 
     merges = True
     differentiates_twice = True
-
-    @property
-    def key(self) -> Hashable:
-        return ("hessian", self.samples)
 
     def prepare(self) -> None:
         super().prepare()

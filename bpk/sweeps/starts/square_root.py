@@ -21,12 +21,8 @@ class SquareRoot(ColumnSweep):
     needs_root = True
 
     def __init__(self, mc_samples: int | None = None, samples: tuple[int, ...] | None = None) -> None:
-        super().__init__(samples)
+        super().__init__(samples, mc_samples)
         self.mc_samples = mc_samples
-
-    @property
-    def key(self) -> Hashable:
-        return ("square root", self.mc_samples, self.samples)
 
     def starting(self, step: Step) -> list[StartingColumns]:
         if not step.is_loss:
@@ -92,10 +88,6 @@ class Outputs(SquareRoot):
     needs_root = False
     of_loss_hessian = False
 
-    @property
-    def key(self) -> Hashable:
-        return ("outputs", self.mc_samples, self.samples)
-
     def parts(self, step: Step, size: int) -> Iterator[Tensor]:
         x = step.joint.call.inputs[0]
         for numbers in torch.arange(x.shape[1:].numel(), device=x.device).split(max(1, size)):
@@ -133,10 +125,7 @@ class WeightedRoot(SquareRoot):
     def __init__(self, weights: Tensor, mc_samples: int | None = None) -> None:
         super().__init__(mc_samples)
         self.weights = weights
-
-    @property
-    def key(self) -> Hashable:
-        return ("weighted root", self.mc_samples, id(self.weights))
+        self.key = (self.key, id(weights))
 
     def starting(self, step: Step) -> list[StartingColumns]:
         sums: dict[int | str, Tensor] = {}

@@ -6,7 +6,6 @@ A token is a row of the prediction, or a position in it, where the loss adds up 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
 from math import prod
 
 import torch
@@ -91,10 +90,6 @@ class TokenGradient(TokenColumns):
 
     of_loss_hessian = False
 
-    @property
-    def key(self) -> Hashable:
-        return ("token gradient", self.samples)
-
     def columns(self, step: Step) -> Tensor:
         joint = step.joint
         return joint.rule.jac_t_mat_prod(joint.call, joint.call.inputs[0].new_ones(1))
@@ -105,10 +100,6 @@ class TokenGradient(TokenColumns):
 
 class TokenRoot(TokenColumns, SquareRoot):
     """A square root of the Hessian of each token's loss, exact or sampled."""
-
-    @property
-    def key(self) -> Hashable:
-        return ("token root", self.mc_samples, self.samples)
 
     def columns(self, step: Step) -> Tensor:
         rule, call = step.joint.rule, step.joint.call
