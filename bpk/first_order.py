@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bpk.fields.arrived import Use
 from bpk.fields.awaited import ask_for_sums, expect_use, with_sums
 from bpk.fields.parameters import Parameters, ParameterState
-from bpk.fields.statistics import Use
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.no_rows import with_rows

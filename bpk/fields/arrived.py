@@ -1,13 +1,16 @@
-"""What has arrived at the output of a call: columns, or matrices averaged over the batch."""
+"""What has arrived at the output of a call, columns or averaged matrices, and a use of a parameter there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.products import add_up
+from bpk.jacobians.rule import Rule
 
 PIECE = 1 << 22
 """How many numbers a block of columns holds at most on a processor (16 MiB in float32): larger allocations go back to
@@ -89,3 +92,25 @@ class Averages:
         shared = {n: add_up([a.shared[n] for a in (self, other) if n in a.shared]) for n in names}
         found = [matrix for matrix in (self.matrix, other.matrix) if matrix is not None]
         return Averages(add_up(found) if found else None, shared)
+
+
+@dataclass
+class Use:
+    """One call that uses the parameter, and what has arrived at its output.
+
+    `samples` says which sample each row of the call belongs to, where rows are not the samples in order. `origin` tells
+    calls from each other.
+    """
+
+    call: Call
+    rule: Rule
+    name: str
+    arrived: Any
+    samples: Tensor | None = None
+    origin: Hashable = None
+
+    @property
+    def own(self) -> dict[Hashable, Tensor]:
+        """Columns `[V, N, *p]` that have arrived at the parameter itself, not at the call's output."""
+        found: dict[Hashable, Tensor] = self.arrived.of_params.get(self.name, {})
+        return found

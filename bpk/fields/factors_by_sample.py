@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import ClosedForm
-from bpk.fields.statistics import Use, Uses
+from bpk.fields.arrived import ClosedForm, Use
+from bpk.fields.statistics import Uses
 from bpk.jacobians.core.numeric import chunks, products, wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.room import is_too_large_for_a_block

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bpk.fields.arrived import Averages, ClosedForm, Columns
-from bpk.fields.statistics import Use, Uses
+from bpk.fields.arrived import Averages, ClosedForm, Columns, Use
+from bpk.fields.statistics import Uses
 from bpk.plan.stretch import StretchCall
 
 
@@ -28,8 +28,7 @@ def without_graph(use: Use, n: int) -> Use:
         shared = use.arrived.shared.get(use.name)
         return replace(use, arrived=Averages(None, {use.name: block if shared is None else shared + block}))
     rows = Columns(signs=use.arrived.signs)
-    one = Uses(use.call.params[use.name], n, False, False)
-    one.uses = [use]
+    one = Uses(use.call.params[use.name], n, [use])
     for key in one.keys:
         rows.add_to_parameter(use.name, key, one.rows(key), use.arrived.signs[key])
     return replace(use, arrived=rows)

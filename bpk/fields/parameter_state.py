@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bpk.fields.statistics import Use, Uses
+from bpk.fields.arrived import Use
+from bpk.fields.statistics import Uses
 
 
 class ParameterState:

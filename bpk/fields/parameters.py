@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.fields.arrived import Use
 from bpk.fields.kept_uses import merged, without_graph
 from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState as ParameterState
 from bpk.fields.spare_memory import spare_memories, spare_memory
-from bpk.fields.statistics import Use, Uses
+from bpk.fields.statistics import Uses
 from bpk.fields.totals import Totals
 from bpk.fields.values import apart, combined, one_value_only, remove_stale, unshared, value_of, whole
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -76,9 +77,7 @@ class Parameters:
 
     def uses_for(self, param: Tensor, key: Hashable, uses: list[Use], batch_size: int) -> Uses:
         """Uses of a parameter, as the extensions that listen want them."""
-        found = Uses(param, batch_size, *self.wants[key], self.loss_scale)
-        found.uses = uses
-        return found
+        return Uses(param, batch_size, uses, *self.wants[key], self.loss_scale)
 
     # ---- from sweeps that are played ---------------------------------------------------------------------
     def settle(

@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from bpk.fields.rows import Rows, join
+from bpk.fields.rows import Rows, join, once
 from bpk.jacobians.core import outer
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import wide
@@ -26,9 +26,10 @@ class Products(Rows):
     """Rows that are multiplied; `V` columns over all blocks, `n` samples that are considered."""
 
     @property
+    @once
     def lead(self) -> tuple[int, int]:
         """`V, n`."""
-        return self.memo("lead", lambda: (sum(map(self.columns_of, self.keys)), self.count))
+        return sum(map(self.columns_of, self.keys)), self.count
 
     def gram(self, split: int | None = None, aligned: bool = False) -> Tensor:
         """`<rows_vn, rows_wm>` `[V, n, V, n]`: those of the first `split` samples with those of the others, or all.
@@ -134,9 +135,10 @@ class Products(Rows):
             yield wide(few.all_rows()).reshape(v, some.stop - some.start, p)
 
     @property
+    @once
     def outers(self) -> Sequence[Outer]:
         """Rows as outer products, positions of several uses side by side; nothing where not all uses have them so."""
-        return self.memo("outers", lambda: self.outers_of(self.keys))
+        return self.outers_of(self.keys)
 
     def outers_of(self, keys: Sequence[Hashable]) -> Sequence[Outer]:
         """The same of some blocks of columns."""

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE, Columns
+from bpk.fields.arrived import PIECE, Columns, Use
 from bpk.jacobians.core.call import Call, index_of
 from bpk.jacobians.families.no_rows import with_rows
-from bpk.jacobians.rule import Rule
 from bpk.plan.samples.rows import to_samples
 
 T = TypeVar("T")
+P = ParamSpec("P")
 R = TypeVar("R", bound="Rows")
 
 
-@dataclass
-class Use:
-    """One call that uses the parameter, and what has arrived at its output.
+def once(compute: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+    """A method of one argument at most, evaluated once for each value of it."""
+    name, defaults = compute.__name__, compute.__defaults__ or ()
 
-    `samples` says which sample each row of the call belongs to, where rows are not the samples in order. `origin` tells
-    calls from each other.
-    """
-
-    call: Call
-    rule: Rule
-    name: str
-    arrived: Any
-    samples: Tensor | None = None
-    origin: Hashable = None
-
-    @property
-    def own(self) -> dict[Hashable, Tensor]:
-        """Columns `[V, N, *p]` that have arrived at the parameter itself, not at the call's output."""
-        found: dict[Hashable, Tensor] = self.arrived.of_params.get(self.name, {})
+    @wraps(compute)
+    def kept(self: R, *args: P.args, **named: P.kwargs) -> T:
+        key = (name, *(args or named.values() or defaults))
+        if key not in self.known:
+            self.known[key] = compute(self, *args, **named)
+        found: T = self.known[key]
         return found
+
+    return kept
 
 
 class Rows:
@@ -57,20 +51,20 @@ class Rows:
     room: Tensor | None = None
 
     def __init__(
-        self, param: Tensor, batch_size: int, keeps_rows: bool, keeps_samples: bool, loss_scale: float = 1
+        self,
+        param: Tensor,
+        batch_size: int,
+        uses: list[Use],
+        keeps_rows: bool = False,
+        keeps_samples: bool = False,
+        loss_scale: float = 1,
     ) -> None:
         self.param = param
         self.batch_size = batch_size
+        self.uses = uses
         self.keeps_rows, self.keeps_samples = keeps_rows, keeps_samples
         self.loss_scale = loss_scale
-        self.uses: list[Use] = []
-        self._memo: dict[Hashable, Any] = {}
-
-    def memo(self, key: Hashable, compute: Callable[..., T], *args: Any) -> T:
-        """Return `compute(*args)`, evaluated once."""
-        if key not in self._memo:
-            self._memo[key] = compute(*args)
-        return self._memo[key]
+        self.known: dict[Hashable, Any] = {}
 
     @property
     def keys(self) -> list[Hashable]:
@@ -120,7 +114,7 @@ class Rows:
 
     def of_samples(self: R, part: Sequence[int]) -> R:
         """The same for some samples, each named once, and for no others."""
-        found = type(self)(self.param, len(part), False, False)
+        found = type(self)(self.param, len(part), [])
         chosen = index_of(part, self.param.device)
         for use in self.uses:
             rows, samples = chosen, None
@@ -142,7 +136,7 @@ class Rows:
 
     def of_columns(self: R, key: Hashable, part: slice) -> R:
         """The same for some columns of a block, and for no others."""
-        found, signs = type(self)(self.param, self.batch_size, False, False), self.signs(key)
+        found, signs = list[Use](), self.signs(key)
         signs = None if signs is None else signs[part]
         for use in self.uses:
             arrived = Columns()
@@ -151,29 +145,26 @@ class Rows:
             if key in use.own:
                 arrived.add_to_parameter(use.name, key, use.own[key][part], signs)
             if arrived.signs:
-                found.uses.append(replace(use, arrived=arrived))
-        return found
+                found.append(replace(use, arrived=arrived))
+        return type(self)(self.param, self.batch_size, found)
 
     def lean(self: R) -> R:
         """The same, to be kept until the pass is over: rows, where they are smaller than what they are made of."""
-        found = type(self)(self.param, self.batch_size, False, False, self.loss_scale)
         sources = [x for use in self.uses for x in (*use.arrived.blocks.values(), *use.call.inputs)]
         if self.param.numel() * self.count > sum(x.numel() for x in sources if x.is_floating_point()):
-            found.uses = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in self.uses]
-            return found
+            uses = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in self.uses]
+            return type(self)(self.param, self.batch_size, uses, loss_scale=self.loss_scale)
         rows, use = Columns(), self.uses[0]
         for key in self.keys:
             block = added_up(use, self.rows(key)) if self.simple else self.rows(key)
             rows.add_to_parameter(use.name, key, block, self.signs(key))
         call = Call(None, (), {use.name: self.param}, self.param)  # what it had read is let go
-        found.uses = [Use(call, use.rule, use.name, rows, origin=use.origin)]
-        return found
+        uses = [Use(call, use.rule, use.name, rows, origin=use.origin)]
+        return type(self)(self.param, self.batch_size, uses, loss_scale=self.loss_scale)
 
+    @once
     def rows(self, key: Hashable) -> Tensor:
         """`[V, N, *p]`: the columns of one block, pulled back to the parameter and summed over its uses."""
-        return self.memo(("rows", key), self._rows, key)
-
-    def _rows(self, key: Hashable) -> Tensor:
         total: Tensor | None = None
         for use in self.uses:
             parts = []
@@ -206,11 +197,9 @@ class Rows:
             size += mat.numel()
         return [(join([mats[key] for key in keys]), self.signs_of(keys)) for keys in joined]
 
+    @once
     def all_rows(self) -> Tensor:
         """`[V, N, *p]` over all blocks."""
-        return self.memo("all rows", self._all_rows)
-
-    def _all_rows(self) -> Tensor:
         if not self.simple:
             return join([self.rows(key) for key in self.keys])
         use = self.uses[0]

@@ -11,10 +11,10 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE, Averages, ClosedForm
+from bpk.fields.arrived import PIECE, Averages, ClosedForm, Use
 from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.products import Products
-from bpk.fields.rows import Use as Use
+from bpk.fields.rows import once
 from bpk.fields.sums import add_into, squares, weighted_sum
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -30,11 +30,9 @@ from bpk.utils.kroneckers import sparse_diagonal
 class Uses(Products):
     """All uses of one parameter in one backward pass, seen by one sweep, with sums, squares, norms and factors."""
 
+    @once
     def squared_sum(self, per_sample: bool = False) -> Tensor:
         """`sum_v s_v (rows_v)^2`, elementwise: `[*p]`, or `[N, *p]` where `per_sample`."""
-        return self.memo(("squares", per_sample), self._squared_sum, per_sample)
-
-    def _squared_sum(self, per_sample: bool) -> Tensor:
         use = self.uses[0]
         if isinstance(use.arrived, ClosedForm):
             return use.arrived.squares(per_sample)
@@ -107,23 +105,22 @@ class Uses(Products):
         of_rows = weights if samples is None else weights[samples]
         return mat * along_rows(of_rows, mat, 1)
 
+    @once
     def factors(self, approximation: str = "default") -> list[Tensor]:
         """Kronecker factors `[G, A]`, or `[G]` for a parameter without an input factor (a bias).
 
         A large one of these has the diagonal of its GGN block, as a sparse matrix.
         """
-        return self.memo(("factors", approximation), lambda: product_of(self.terms(approximation), self.input_first))
+        return product_of(self.terms(approximation), self.input_first)
 
     @property
     def input_first(self) -> bool:
         """Whether the rule of the last use lists the input factor first."""
         return self.uses[0].rule.input_first(self.uses[0].name)
 
+    @once
     def terms(self, approximation: str = "default") -> list[list[Tensor]]:
         """`[G, A]` (or `[G]`), and in a second list `[A, G]` of uses that see the parameter transposed."""
-        return self.memo(("terms", approximation), self._terms, approximation)
-
-    def _terms(self, approximation: str) -> list[list[Tensor]]:
         parts = self.orientations
         if len(parts) > 1 and all(part.input_factor(approximation) is not None for part in parts):
             return [parts[0]._factors(approximation), parts[1]._factors(approximation)[::-1]]
@@ -173,13 +170,9 @@ class Uses(Products):
         straight = [use for use in self.uses if use.rule.transposes(use.name) == first]
         if len(straight) == len(self.uses):
             return [self]
-        return [self.only(straight), self.only([use for use in self.uses if use.rule.transposes(use.name) != first])]
-
-    def only(self, uses: list[Use]) -> Uses:
-        """Some of the uses."""
-        part = Uses(self.param, self.batch_size, self.keeps_rows, self.keeps_samples)
-        part.uses = uses
-        return part
+        turned = [use for use in self.uses if use.rule.transposes(use.name) != first]
+        kept = self.keeps_rows, self.keeps_samples
+        return [Uses(self.param, self.batch_size, uses, *kept) for uses in (straight, turned)]
 
     def _output_factor_of(self, key: Hashable, approximation: str) -> Tensor:
         if self.simple:
@@ -203,11 +196,9 @@ class Uses(Products):
         rows = use.rule.kron_rows(use.call, use.arrived.blocks[key], use.name, approximation)
         return rows if approximation == "expand" else self.by_sample(rows, use)
 
+    @once
     def input_factor(self, approximation: str = "default") -> Tensor | None:
         """`A = sum a a^T / N` over samples, positions and uses, or `None` where there is none."""
-        return self.memo(("input factor", approximation), lambda: self._input_factor(approximation))
-
-    def _input_factor(self, approximation: str) -> Tensor | None:
         self.uses[0].call.spares = self.spares
         known = [part for use in self.uses if (part := self.input_part(use, approximation)) is not None]
         self.uses[0].call.spares = None

@@ -172,11 +172,18 @@ class Moments(SquareRootExtension):
         self.orders: Orders = {}
 
     def value(self, uses: Uses) -> Means:
-        moments = uses.memo((self.savefield, "moments"), lambda: self.moments(uses))
+        moments = self.moments(uses)
         return [*uses.factors(), *([] if moments is None else [moments])]
 
     def moments(self, uses: Uses) -> Tensor | None:
-        """Those in the bases, if these are known."""
+        """Those in the bases, if these are known; they are asked for twice."""
+        if self not in uses.known:
+            uses.known[self] = self.found_moments(uses)
+        found: Tensor | None = uses.known[self]
+        return found
+
+    def found_moments(self, uses: Uses) -> Tensor | None:
+        """The same, found."""
         note_order(self.orders, uses, uses.factors())
         bases = self.bases.get(uses.param) or self.found.get(uses.param)
         if bases is not None:
@@ -190,7 +197,7 @@ class Moments(SquareRootExtension):
         return found.moments
 
     def statistic(self, uses: Uses) -> Parts:
-        moments = uses.memo((self.savefield, "moments"), lambda: self.moments(uses))
+        moments = self.moments(uses)
         return named(uses.terms(), uses.input_first) | ({} if moments is None else {MOMENTS: moments.flatten()})
 
 

@@ -8,12 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import Columns
+from bpk.fields.arrived import Columns, Use
 from bpk.fields.awaited import expect_use
 from bpk.fields.kept_uses import without_graph
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.sizes import different_sizes
-from bpk.fields.statistics import Use
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.losses.loss import Loss

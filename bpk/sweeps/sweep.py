@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from bpk.fields.arrived import Columns
-from bpk.fields.statistics import Use
+from bpk.fields.arrived import Columns, Use
 from bpk.jacobians.core.call import index_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.plan import Plan

@@ -253,8 +253,8 @@ def test_axes(name: str, room: int | None, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_axes_without_individual_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     formed: list[torch.Size] = []
-    all_rows = Rows._all_rows
-    monkeypatch.setattr(Rows, "_all_rows", lambda self: formed.append(self.param.shape) or all_rows(self))
+    all_rows = Rows.all_rows
+    monkeypatch.setattr(Rows, "all_rows", lambda self: formed.append(self.param.shape) or all_rows(self))
     model, loss_fn = extended(nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 3)).double())
     backward(model, loss_fn, *data(), E.AxisGram())
     assert all(len(shape) == 1 for shape in formed), "of biases only"

@@ -303,14 +303,14 @@ def test_derivatives() -> None:
 def test_rows_are_not_formed_for_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the rule knows the norm; never those of several tokens."""
     formed: list[int] = []
-    all_rows = Rows._all_rows
+    all_rows = Rows.all_rows
 
     def spy(self: Rows) -> Tensor:
         rows = all_rows(self)
         formed.append(rows.numel() // rows[0, 0].numel())
         return rows
 
-    monkeypatch.setattr(Rows, "_all_rows", spy)
+    monkeypatch.setattr(Rows, "all_rows", spy)
     model, tokens, y = problem("attention, extra axis")
     bpk.extend(model)
     backward(model, bpk.extend(nn.CrossEntropyLoss()), tokens, y, E.TokenL2Grad(), E.TokenTraceGGNMC())

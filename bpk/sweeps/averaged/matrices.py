@@ -23,8 +23,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import Averages
-from bpk.fields.statistics import Use
+from bpk.fields.arrived import Averages, Use
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH

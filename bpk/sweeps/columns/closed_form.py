@@ -13,8 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import ClosedForm
-from bpk.fields.statistics import Use
+from bpk.fields.arrived import ClosedForm, Use
 from bpk.jacobians.core.call import Call
 from bpk.plan.step import Step
 from bpk.sweeps.columns.diagonals import can_take

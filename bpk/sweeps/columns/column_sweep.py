@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE, Columns
-from bpk.fields.statistics import Use
+from bpk.fields.arrived import PIECE, Columns, Use
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH, PlainAutograd
 from bpk.sweeps.columns.deposits import Deposits

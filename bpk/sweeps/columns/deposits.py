@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import Columns
-from bpk.fields.statistics import Use
+from bpk.fields.arrived import Columns, Use
 from bpk.jacobians.second_order.bordered import nonzero, polarised
 from bpk.plan.step import Step
 from bpk.sweeps.columns.merging import Merging, distinct, sums, width

@@ -15,8 +15,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import Columns
-from bpk.fields.statistics import Use, Uses
+from bpk.fields.arrived import Columns, Use
+from bpk.fields.statistics import Uses
 from bpk.jacobians.second_order.bordered import nonzero, polarised
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
@@ -105,8 +105,7 @@ def multiplications(step: Step) -> float:
 
 def pulled(uses: list[Use], n: int) -> Columns:
     """The columns `[V, N, *p]` of a parameter that waits for other uses."""
-    found, rows = Columns(), Uses(uses[0].call.params[uses[0].name], n, False, False)
-    rows.uses = uses
+    found, rows = Columns(), Uses(uses[0].call.params[uses[0].name], n, uses)
     for key in rows.keys:
         found.add(key, rows.rows(key), rows.signs(key))
     return found

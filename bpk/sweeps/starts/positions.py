@@ -13,8 +13,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import Columns
-from bpk.fields.statistics import Use
+from bpk.fields.arrived import Columns, Use
 from bpk.jacobians.core.call import Wrt
 from bpk.plan.samples.rows import along_rows, slots
 from bpk.plan.step import Step

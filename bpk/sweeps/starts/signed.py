@@ -7,8 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from bpk.fields.arrived import ClosedForm
-from bpk.fields.statistics import Use
+from bpk.fields.arrived import ClosedForm, Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
 from bpk.plan.samples.rows import to_samples
