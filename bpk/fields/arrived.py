@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,16 +35,6 @@ class Columns:
         """Add a block, or its share from another branch."""
         self.blocks[key] = self.blocks[key] + mat if key in self.blocks else mat
         self.signs[key] = signs if signs is None else signs.to(mat.device)  # a model may be on several
-
-    def copy(self) -> Columns:
-        """The same blocks, which may be taken out."""
-        return Columns(dict(self.blocks), signs=self.signs, unshared=self.unshared)
-
-    def drain(self) -> Iterator[tuple[Hashable, Tensor]]:
-        """Blocks with their places; they are here no longer."""
-        while self.blocks:
-            key = next(iter(self.blocks))
-            yield key, self.blocks.pop(key)
 
     def merged(self, other: Columns) -> Columns:
         """These columns and others."""

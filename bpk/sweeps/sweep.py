@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from bpk.fields.arrived import Columns, Use
-from bpk.jacobians.core.call import index_of
+from bpk.jacobians.core.call import Call, index_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.rule import Rule
 from bpk.plan.plan import Plan
 from bpk.plan.quantity import Takes
 from bpk.plan.step import Step
@@ -74,6 +75,10 @@ class Gradient(Observer):
         return Columns({"gradient": grad[None]}, signs={"gradient": None})
 
 
+UsesById = dict[int, list[Use]]
+"""By the `id` of a parameter: calls that use it, with what has arrived there."""
+
+
 class Settle(Protocol):
     """Told that all calls that use a parameter have got their share of some columns."""
 
@@ -92,6 +97,8 @@ class Player(Sweep, ABC):
     """Whether somebody who listens writes something of the size of a parameter for each sample."""
     takes: frozenset[Takes] = frozenset(["columns"])
     """Of what those who listen make their values."""
+    in_all: int | None = None
+    """How many columns will come to each parameter, if that is known."""
 
     def begin(
         self, plan: Plan, settle: Settle, at_most: int | None, module_extensions: ModuleExtensions | None
@@ -114,11 +121,20 @@ class Player(Sweep, ABC):
     def visit(self, step: Step) -> None:
         """Pass one call: hand what has arrived there to its parameters, and send it on to what feeds the call."""
 
-    def uses(self, step: Step, arrived: Any) -> dict[str, Use]:
-        """By name: a parameter of the call, with what has arrived."""
-        view, rule = step.view(self.samples), step.rule_at(self.samples)
+    def note(
+        self, uses: UsesById, step: Step, view: Call, rule: Rule, arrived: Any, names: Iterable[str] | None = None
+    ) -> None:
+        """Note what has come to parameters of a call (to all of them, if no names are given)."""
         rows, origin = step.samples_of_rows, (step.record, step.consumer and step.index)
-        return {name: Use(view, rule, name, arrived, rows, origin) for name in step.params}
+        for name in step.params if names is None else names:
+            uses.setdefault(id(step.params[name]), []).append(Use(view, rule, name, arrived, rows, origin))
+
+    def settle_last(self, uses: UsesById, step: Step) -> None:
+        """Parameters whose last use a call is have got all that comes with what has been noted."""
+        for name in step.last:
+            found = uses.pop(id(step.params[name]), None)
+            if found is not None:
+                self.settle(step.params[name], found, step.batch_size, self.in_all)
 
 
 def positive_factor(step: Step) -> float:

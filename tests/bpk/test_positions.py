@@ -119,3 +119,14 @@ def test_a_parameter_with_two_names(trail: list[tuple[str, bool]]) -> None:
     x, y = torch.randn(N, T, 4), torch.randint(4, (N, T))
     assert bpk.verify(Norm(), nn.CrossEntropyLoss(), x, y, E.DiagGGNExact())
     assert all(keeps for _, keeps in trail)
+
+
+def test_a_frozen_first_layer_whose_input_has_a_gradient() -> None:
+    """Columns that keep to their positions end there, where nothing waits for them: it was taken for a lost layer."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model[0].requires_grad_(False)
+    x, y, loss_fn = torch.randn(N, T, 4).double().requires_grad_(), torch.randint(3, (N, T)), nn.CrossEntropyLoss()
+    bpk.extend(model), bpk.extend(loss_fn)
+    with bpk.backpack(E.DiagGGNExact(), E.DiagHessian()):
+        loss_fn(model(x).transpose(1, 2), y).backward()
+    torch.testing.assert_close(model[2].weight.diag_ggn_exact, model[2].weight.diag_h)

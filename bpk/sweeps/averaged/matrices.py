@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import Averages, Use
+from bpk.fields.arrived import Averages
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
@@ -39,7 +39,7 @@ from bpk.sweeps.averaged.products import (
     uses_of_two_kinds,
 )
 from bpk.sweeps.columns.lazy import as_lazy, split_rows
-from bpk.sweeps.sweep import Player, module_extension_refused, positive_factor, times_root_of_factor
+from bpk.sweeps.sweep import Player, UsesById, module_extension_refused, positive_factor, times_root_of_factor
 
 Tensors = Step | tuple[int, bool]
 """What blocks belong to: the output of a call, or a parameter (by `id`, and whether its uses see it transposed)."""
@@ -59,7 +59,7 @@ class Averaged(Player):
 
     def prepare(self) -> None:
         self.waiting: dict[Tensors, dict[Tensors, Tensor]] = {}
-        self.uses_of: dict[int, list[Use]] = {}
+        self.uses: UsesById = {}
         self.whole: dict[Tensors, bool] = {}
 
     def visit(self, step: Step) -> None:
@@ -117,7 +117,9 @@ class Averaged(Player):
             require_samples(link.producer, link.producer.samples_of_rows is None)
         require_one_name(step)
         view = as_precise(step, step.view(self.samples), matrix)
-        self.collect(step, Averages(matrix, self.meet(step, row)))
+        arrived = Averages(matrix, self.meet(step, row))
+        self.note(self.uses, step, step.view(self.samples), step.rule_at(self.samples), arrived)
+        self.settle_last(self.uses, step)
         self.keep(step, matrix, row)
         for (i, j), block in blocks_between(step, view, matrix).items():
             self.add_between(step.links[i], step.links[j], block)
@@ -138,14 +140,6 @@ class Averaged(Player):
         mats = self.module_extensions.pass_tensors(step, matrix, {index: (d, d) for index, d in sizes.items()})
         for index, link in step.links.items():
             self.add_between(link, link, mats[index])
-
-    def collect(self, step: Step, averages: Averages) -> None:
-        """Hand what has arrived to the parameters of a call; those whose last use it is have got all."""
-        for name, use in self.uses(step, averages).items():
-            self.uses_of.setdefault(id(step.params[name]), []).append(use)
-        for name in step.last:
-            found = self.uses_of.pop(id(step.params[name]))
-            self.settle(step.params[name], found, step.batch_size)
 
     # ---- blocks ----------------------------------------------------------------------------------
     def add_between(self, first: Link, second: Link, block: Tensor) -> None:

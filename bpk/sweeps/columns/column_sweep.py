@@ -9,13 +9,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE, Columns, Use
+from bpk.fields.arrived import PIECE, Columns
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.rule import Rule
 from bpk.plan.step import Link, Step
-from bpk.plan.stretch import STRETCH, PlainAutograd
+from bpk.plan.stretch import PlainAutograd
+from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.deposits import Deposits
-from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns, as_lazy
+from bpk.sweeps.columns.lazy import Chunk, StartingColumns, as_lazy
 from bpk.sweeps.columns.merging import Merging
-from bpk.sweeps.sweep import Player
+from bpk.sweeps.sweep import Player, UsesById
 
 
 class ColumnSweep(Player):
@@ -28,12 +31,18 @@ class ColumnSweep(Player):
 
     merges = False
     started, rounds = 0, 0
-    in_all: int | None = None
-    """How many columns begin at the loss, where none begin elsewhere."""
 
     @abstractmethod
-    def starting(self, step: Step) -> list[StartingColumns]:
-        """The columns that begin at a call: at its inputs, and at parameters that it uses."""
+    def at_loss(self, step: Step) -> list[StartingColumns]:
+        """The columns that begin at the inputs of a loss."""
+
+    def on_the_way(self, step: Step) -> list[StartingColumns]:
+        """Those that begin at another call: at its inputs, and at parameters that it uses."""
+        return []
+
+    def may_be_closed(self, step: Step) -> bool:
+        """Whether a diagonal may take the place of the columns of a loss, if one layer alone is behind it."""
+        return False
 
     def prepare(self) -> None:
         self.run = Run(self)
@@ -44,35 +53,41 @@ class ColumnSweep(Player):
         self.__dict__.pop("run", None)
 
     def visit(self, step: Step) -> None:
-        starting: list[StartingColumns] = []
-        if step.is_loss and self.module_extensions is not None and self.module_extensions.serves(step):
-            starting = [self.from_module_extension(step)]
-        elif step.links or step.params:
-            starting = self.starting(step)
-        if step.is_loss:
-            step.reached = True
+        starting = self.begin_at(step) if step.is_loss else self.on_the_way(step)
         if self.deposits is not None:
             self.withdraw(step, self.deposits)
             self.run.merge(step, self.deposits.merging)
+        if starting:
+            self.start(step, starting)
+        else:
+            self.run.visit(step)
+        self.settle_last(self.run.uses, step)
+
+    def begin_at(self, loss: Step) -> list[StartingColumns]:
+        """The columns of a loss, if its last layer needs them."""
+        loss.reached = True
+        written = self.module_extensions
+        if written is not None and written.serves(loss):
+            n = -1 if self.samples is not None else loss.batch_size
+            shapes = {index: (-1, n, *loss.call.inputs[index].shape[1:]) for index in loss.links}
+            return [as_lazy(written.pass_tensors(loss, None, shapes), None, "loss")]
+        if not loss.links or (self.may_be_closed(loss) and settle_last_layer(self, loss)):
+            return []
+        return self.at_loss(loss)
+
+    def start(self, step: Step, starting: Iterable[StartingColumns]) -> None:
+        """Let columns begin at a call, behind those that pass it."""
         left = sum([lazy.count for lazy in starting])
         self.make_room(step.number, left, step)
-        self.run.visit(step, last=not starting)
+        self.run.visit(step, last=False)
         for lazy in starting:
             for number, chunk in enumerate(lazy.chunks(self.chunk)):
                 count = next(iter(chunk[0].values())).shape[0]
                 if self.run.count and self.is_too_much(self.run.count + count):
-                    self.run.settle(step)
+                    self.settle_last(self.run.uses, step)
                     self.make_room(step.number + 1, left, step)
                 left -= count
                 self.run.start(step, (lazy.name, self.plan.key, step.number, number), chunk)
-        self.run.settle(step)
-
-    def from_module_extension(self, step: Step) -> LazyColumns:
-        """What a user's module extension for a loss returns."""
-        assert self.module_extensions is not None
-        n = -1 if self.samples is not None else step.batch_size
-        shapes = {index: (-1, n, *step.call.inputs[index].shape[1:]) for index in step.links}
-        return as_lazy(self.module_extensions.pass_tensors(step, None, shapes), None, "loss")
 
     def withdraw(self, step: Step, deposits: Deposits) -> None:
         """What has been added up before a step goes on, with the columns that have come here since."""
@@ -93,7 +108,7 @@ class ColumnSweep(Player):
                             break
                         run.merge(step, self.deposits.merging)
                     run.visit(step)
-                    run.settle(step)
+                    self.settle_last(run.uses, step)
             self.run = Run(self)
 
     def is_too_much(self, count: int) -> bool:
@@ -114,7 +129,7 @@ class Run:
     def __init__(self, sweep: ColumnSweep) -> None:
         self.sweep = sweep
         self.waiting: dict[Step, Columns] = {}
-        self.uses: dict[int, list[Use]] = {}
+        self.uses: UsesById = {}
         self.count = 0
 
     def start(self, step: Step, key: Hashable, chunk: Chunk) -> None:
@@ -129,7 +144,8 @@ class Run:
             else:
                 self.send(step.links[wrt], key, mat, signs)
         if of_params.of_params:
-            self.collect(step, of_params, of_params.of_params)
+            sweep, names = self.sweep, of_params.of_params
+            sweep.note(self.uses, step, step.view(sweep.samples), step.rule_at(sweep.samples), of_params, names)
         self.sweep.rounds += not self.count
         count = next(iter(mats.values())).shape[0]
         self.sweep.started += count
@@ -176,29 +192,33 @@ class Run:
         for key, mat in columns.blocks.items():
             if mat.dtype is not step.call.output.dtype:
                 columns.blocks[key] = step.cast(mat)
-        written = self.sweep.module_extensions
-        if written is not None and written.serves(step):
+        sweep = self.sweep
+        if sweep.module_extensions is not None and sweep.module_extensions.serves(step):
             self.apply_module_extension(step, columns)
             return
-        if step.rule is not None and step.rule.inputs_first:
-            self.pass_call(step, columns.copy())
-            self.collect(step, columns, step.params)
-            return
+        view, rule = step.view(sweep.samples), step.rule_at(sweep.samples)
+        going = columns
+        if step.params:  # which keep the blocks until they are settled
+            going = Columns(dict(columns.blocks), signs=columns.signs, unshared=columns.unshared)
+        if rule.inputs_first:
+            self.send_on(step, view, rule, going)
         if step.params:
-            self.collect(step, columns, step.params)
+            sweep.note(self.uses, step, view, rule, columns)
             if last:
-                self.settle(step)
-            columns = columns.copy()  # parameters that are not settled yet keep the others
-        if step.rule is STRETCH:
-            self.pass_stretch(step, columns)
-        else:
-            self.pass_call(step, columns)
+                sweep.settle_last(self.uses, step)
+        del columns
+        if not rule.inputs_first:
+            self.send_on(step, view, rule, going)
 
-    def pass_call(self, step: Step, columns: Columns) -> None:
-        """Send columns to the inputs of a call, by its rule."""
-        view, rule = step.view(self.sweep.samples), step.rule_at(self.sweep.samples)
+    def send_on(self, step: Step, view: Call, rule: Rule, columns: Columns) -> None:
+        """Send columns to the inputs of a call, by its rule; a block is let go of when it has passed."""
         only = len(step.links) == 1
-        for key, mat in columns.drain():
+        for key in list(columns.blocks) if step.links else ():
+            mat, signs = columns.blocks.pop(key), columns.signs[key]
+            if isinstance(rule, PlainAutograd):  # all inputs at once
+                for index, part in rule.jac_t_mat_prods(view, mat).items():
+                    self.send(step.links[index], key, part, signs)
+                continue
             free = only and key in columns.unshared and not step.params
             flat = mat.view(-1) if free and mat.is_contiguous() else None
             mat = mat if flat is None else flat.view(mat.shape)  # the strides of axes with one entry may be any
@@ -207,14 +227,7 @@ class Run:
                 sent = rule.jac_t_mat_prod(view, mat, index)
                 view.spare = None
                 new = free or (only and sent.untyped_storage() is not mat.untyped_storage())
-                self.send(link, key, sent, columns.signs[key], new)
-
-    def pass_stretch(self, step: Step, columns: Columns) -> None:
-        """Send columns to all inputs of a stretch at once."""
-        assert isinstance(step.rule, PlainAutograd)
-        for key, mat in columns.drain():
-            for index, part in step.rule.jac_t_mat_prods(step.view(self.sweep.samples), mat).items():
-                self.send(step.links[index], key, part, columns.signs[key])
+                self.send(link, key, sent, signs, new)
 
     def apply_module_extension(self, step: Step, columns: Columns) -> None:
         """Let a user's module extension do it."""
@@ -234,16 +247,3 @@ class Run:
             waiting.unshared.add(key)
         else:
             waiting.unshared.discard(key)
-
-    def collect(self, step: Step, columns: Columns, names: Iterable[str]) -> None:
-        """Note what has come to parameters of a call."""
-        found = self.sweep.uses(step, columns) if step.params else {}
-        for name in names:
-            if name in found:
-                self.uses.setdefault(id(step.params[name]), []).append(found[name])
-
-    def settle(self, step: Step) -> None:
-        """Parameters whose last use this call is have got all that comes with these columns."""
-        for name in step.last:
-            if (uses := self.uses.pop(id(step.params[name]), None)) is not None:
-                self.sweep.settle(step.params[name], uses, step.batch_size, self.sweep.in_all)

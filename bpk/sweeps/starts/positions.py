@@ -17,7 +17,6 @@ from bpk.fields.arrived import Columns, Use
 from bpk.jacobians.core.call import Wrt
 from bpk.plan.samples.rows import along_rows, slots
 from bpk.plan.step import Step
-from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns
 from bpk.sweeps.columns.position_axes import at_producer, axes_of_positions, positions_of
 from bpk.sweeps.starts.square_root import SquareRoot
@@ -35,17 +34,13 @@ class ByPosition(SquareRoot):
         super().prepare()
         self.waiting: dict[Step, dict[Hashable, tuple[int, Tensor]]] = {}
 
-    def starting(self, step: Step) -> list[StartingColumns]:
-        if not step.is_loss:
-            return self.pass_positions(step) if step in self.waiting else []
+    def at_loss(self, step: Step) -> list[StartingColumns]:
         joint, rows = step.joint, step.samples_of_rows
         several = rows is not None or any(x.dim() > 2 for x in joint.call.inputs)
         possible = several and len(step.links) == 1 and self.samples is None and not torch.is_grad_enabled()
-        if self.may_be_closed(step) and settle_last_layer(self, step):
-            return []
         root = joint.rule.sqrt_hessian_by_position(joint.call) if possible else None
         if root is None:
-            return super().starting(step)
+            return super().at_loss(step)
         where = positions_of(root.shape[1:], joint.rule.positions(joint.call.inputs[0]), root.device)
         found: list[StartingColumns] = []
         mat = times_root_of_factor(root, step)
@@ -55,11 +50,11 @@ class ByPosition(SquareRoot):
             found += self.send_positions(step, index, ("loss", step.number, number), part, where)
         return found
 
-    def pass_positions(self, step: Step) -> list[StartingColumns]:
+    def on_the_way(self, step: Step) -> list[StartingColumns]:
         """Send columns of all positions through a call; returns those that have to be written out behind it."""
         found: list[StartingColumns] = []
-        assert step.rule is not None
-        for key, (axes, arrived) in self.waiting.pop(step).items():
+        for key, (axes, arrived) in self.waiting.pop(step, {}).items():
+            assert step.rule is not None
             step.reached = True
             mat = step.cast(arrived)
             self.collect(step, key, mat, axes)

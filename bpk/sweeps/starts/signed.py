@@ -13,7 +13,6 @@ from bpk.jacobians.core.products import Residual
 from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
-from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.diagonals import behind_diagonal, takes, tied_inside
 from bpk.sweeps.columns.enumerated import Enumerated
@@ -35,9 +34,10 @@ class SignedHessian(ColumnSweep):
         super().prepare()
         self.diagonals: dict[Step, Tensor] = {}
 
-    def starting(self, step: Step) -> list[StartingColumns]:
-        if step.is_loss:
-            return [] if settle_last_layer(self, step) else [self.of_loss(step)]
+    def may_be_closed(self, step: Step) -> bool:
+        return True
+
+    def on_the_way(self, step: Step) -> list[StartingColumns]:
         if step.rule is STRETCH:
             return list(self.of_stretch(step))
         return [*self.of_diagonal(step), *(self.split(step, lazy) for lazy in self.of_call(step))]
@@ -79,13 +79,13 @@ class SignedHessian(ColumnSweep):
         self.diagonals[at] = self.diagonals[at] + back if at in self.diagonals else back
         return True
 
-    def of_loss(self, step: Step) -> LazyColumns:
+    def at_loss(self, step: Step) -> list[StartingColumns]:
         """The Hessian of a loss, times its factor in the objective."""
         joint = step.joint
         root, signs = joint.rule.hessian_columns(joint.call)
         size = step.grad.abs().sqrt()
         columns: dict[Wrt, Tensor] = {k: self.rows(mat, 1) * size for k, mat in joint.split(root).items()}
-        return self.split(step, as_lazy(columns, self.rows(signs, 1) * step.grad.sign(), "loss"))
+        return [self.split(step, as_lazy(columns, self.rows(signs, 1) * step.grad.sign(), "loss"))]
 
     def of_call(self, step: Step) -> list[LazyColumns]:
         """The residual of a call, jointly over inputs and parameters that are used elsewhere as well, by calls further

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bpk.plan.samples.rows import along_rows
 from bpk.plan.step import Step
-from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns, as_lazy, split_rows
 from bpk.sweeps.sweep import positive_factor, times_root_of_factor
@@ -24,11 +23,7 @@ class SquareRoot(ColumnSweep):
         super().__init__(samples, mc_samples)
         self.mc_samples = mc_samples
 
-    def starting(self, step: Step) -> list[StartingColumns]:
-        if not step.is_loss:
-            return []
-        if self.may_be_closed(step) and settle_last_layer(self, step):
-            return []
+    def at_loss(self, step: Step) -> list[StartingColumns]:
         exact = self.mc_samples is None and step.samples_of_rows is None
         columns = RootColumns(self, step) if exact else self.all_at_once(step)
         self.in_all = columns.count
@@ -127,9 +122,9 @@ class WeightedRoot(SquareRoot):
         self.weights = weights
         self.key = (self.key, id(weights))
 
-    def starting(self, step: Step) -> list[StartingColumns]:
+    def at_loss(self, step: Step) -> list[StartingColumns]:
         sums: dict[int | str, Tensor] = {}
-        for lazy in super().starting(step):
+        for lazy in super().at_loss(step):
             for mats, _ in lazy.chunks(self.chunk):
                 here = self.weights[:, self.before : self.before + len(next(iter(mats.values())))]
                 self.before += here.shape[1]

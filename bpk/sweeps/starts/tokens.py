@@ -63,9 +63,10 @@ class TokenColumns(ColumnSweep):
     def at_inputs(self, step: Step, mat: Tensor) -> dict[int | str, Tensor]:
         """Columns of a loss, times its factor in the objective, by input."""
 
-    def starting(self, step: Step) -> list[StartingColumns]:
-        if not step.is_loss:
-            return []
+    def may_be_closed(self, step: Step) -> bool:
+        return False  # also of a square root: columns tell tokens apart
+
+    def at_loss(self, step: Step) -> list[StartingColumns]:
         columns, (number, count) = self.columns(step), numbered(step)
         each = max(1, self.chunk // max(1, len(columns)))
         starts = range(0, count, each)
