@@ -101,3 +101,13 @@ def test_an_extension_that_does_not_know_a_layer_by_hand(layer: type, written: t
     diagonal.set_module_extension(layer, written())
     with pytest.raises(UnsupportedLayer, match=r"no module extension for '1'(?s:.*)passes of their own"):
         backward(model, loss_fn, *data(), diagonal, other())
+
+
+@pytest.mark.parametrize(("layer", "written"), [(Scale, ScaleDiagGGN), (Cubic, CubicDiagGGN)])
+def test_hessians_do_not_pass_a_layer_that_is_known_by_hand_only(layer: type, written: type) -> None:
+    """Its second derivative is not known: an assertion had failed."""
+    model = bpk.extend(nn.Sequential(nn.Linear(4, 3), layer(), nn.Linear(3, 3)).double())
+    asked = E.DiagHessian()
+    asked.set_module_extension(layer, written())
+    with pytest.raises(UnsupportedLayer, match="does not tell the second derivative"):
+        backward(model, bpk.extend(nn.CrossEntropyLoss()), *data(), asked)

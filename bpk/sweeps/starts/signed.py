@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import ClosedForm, Use
 from bpk.jacobians.core.call import Wrt
+from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import Residual
 from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
@@ -38,6 +39,14 @@ class SignedHessian(ColumnSweep):
         return True
 
     def on_the_way(self, step: Step) -> list[StartingColumns]:
+        if step.rule is None:
+            raise UnsupportedLayer(
+                explain(
+                    f"The Hessian cannot pass {step.where}, which has a module extension and no rule.",
+                    "a module extension hands columns on, and does not tell the second derivative of its layer.",
+                    "register a rule for the layer instead: bpk.register(Autodiff(...)).",
+                )
+            )
         if step.rule is STRETCH:
             return list(self.of_stretch(step))
         return [*self.of_diagonal(step), *(self.split(step, lazy) for lazy in self.of_call(step))]
@@ -45,7 +54,7 @@ class SignedHessian(ColumnSweep):
     def of_diagonal(self, step: Step) -> list[StartingColumns]:
         """What a diagonal at the output of a call brings to its parameters, and sends to its input."""
         diag = self.diagonals.pop(step, None)
-        if diag is None or step.rule is None:
+        if diag is None:
             return []
         rule, view = step.rule_at(self.samples), step.view(self.samples)
         step.reached = True
