@@ -15,42 +15,27 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.jacobians.rule import Rule
+from bpk.plan.graph import connected
 from bpk.plan.samples.rows import Attribution
-from bpk.plan.step import Step, matched
+from bpk.plan.step import matched
 from bpk.recording import engine
 from bpk.recording.graph.inner_products import InnerProduct, inner_products
 from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.record import Record
-from bpk.sweeps.sweep import Gradient, Observer
+from bpk.sweeps.sweep import Gradient
 
 States = Mapping[str, ParameterState]
 """What is known of the parameters of a call, by their names there."""
-
-
-def collect(parameters: Parameters, key: Hashable, sweep: Observer, step: Step, states: States) -> None:
-    """Hand what a sweep finds at a call to the call's parameters."""
-    arrived = sweep.visit(step)
-    view, rule = (step.view(sweep.samples), step.rule_at(sweep.samples)) if states else (step.call, step.rule)
-    assert rule is not None
-    for name, state in states.items():
-        use = Use(view, rule, name, arrived, step.samples_of_rows)
-        parameters.collect(state, key, use, step.batch_size)
 
 
 class FirstOrder:
     """A call that autograd has reached, for the sweeps that need its gradient alone."""
 
     def __init__(
-        self,
-        parameters: Parameters,
-        attribution: Attribution,
-        record: Record,
-        trained: dict[str, Tensor],
-        sweeps: Mapping[Hashable, Gradient],
+        self, parameters: Parameters, attribution: Attribution, record: Record, sweeps: Mapping[Hashable, Gradient]
     ) -> None:
         self.parameters = parameters
         self.record = record
-        self.trained = trained
         self.sweeps = sweeps
         self.rows, self.batch_size = attribution.of(record)
         self.here = engine.current_node()
@@ -88,8 +73,15 @@ class FirstOrder:
         return ask_for_sums(self.parameters, call, rule, states["weight"], brought, record)
 
     def show(self, call: Call, rule: Rule | None, states: States, grad: Tensor) -> None:
-        """Show a call to the sweeps, with the gradient at its output."""
-        node = self.here if call.drawn is not None else None
-        step = Step(self.record, rule, call, node, self.trained, self.rows, self.batch_size, gradient=grad)
+        """Hand the gradient at the output of a call to its parameters, for each sweep."""
+        assert rule is not None
+        if call.drawn is not None:
+            with connected(self.record, call, self.here):
+                rule.capture(call)
         for key, sweep in self.sweeps.items():
-            collect(self.parameters, key, sweep, step, states)
+            column, seen, seen_by = sweep.column(grad), call, rule
+            if sweep.samples is not None:
+                seen = call.subset(sweep.samples)
+                seen_by = with_rows(rule, seen)
+            for name, state in states.items():
+                self.parameters.collect(state, key, Use(seen, seen_by, name, column, self.rows), self.batch_size)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch import Tensor
 
+from bpk.fields.arrived import Use
 from bpk.fields.awaited import expect_gradients, with_sums
 from bpk.fields.parameters import Parameters, ParameterState
-from bpk.first_order import FirstOrder, collect
+from bpk.first_order import FirstOrder
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
@@ -19,8 +20,9 @@ from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.record import Record
 from bpk.sweeps.functions import BroadcastParameters, reach_functions
 from bpk.sweeps.module_extensions import ModuleExtensions
+from bpk.sweeps.products.tape import Tape
 from bpk.sweeps.shared import SharedSweeps
-from bpk.sweeps.sweep import Gradient, Observer, module_extension_missing, module_extension_refused
+from bpk.sweeps.sweep import Gradient, module_extension_missing, module_extension_refused
 
 
 class Observing:
@@ -71,9 +73,9 @@ class Observing:
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
         asked: Call | None = None
         if first and not record.is_loss:
-            asked = FirstOrder(self.parameters, self.inspection.attribution, record, trained, first).reach(grad, states)
+            asked = FirstOrder(self.parameters, self.inspection.attribution, record, first).reach(grad, states)
         for key, sweep in observers.items():
-            if key not in first and planned is not None:
+            if isinstance(sweep, Tape) and planned is not None:
                 self.reach_in_plan(key, sweep, planned, states)
         if states and self.parameters.wants_gradients:
             awaited = states if asked is None else {name: s for name, s in states.items() if name != "weight"}
@@ -88,16 +90,23 @@ class Observing:
         if left_out and self.inspection.has_module_extension(record):
             raise module_extension_missing(record.where)
 
-    def reach_in_plan(self, key: Hashable, sweep: Observer, step: Step, states: dict[str, ParameterState]) -> None:
+    def reach_in_plan(self, key: Hashable, sweep: Tape, step: Step, states: dict[str, ParameterState]) -> None:
         """Show a call, and the stretches in front of it, to a sweep of second order."""
         if step.is_loss and not step.links:
             return
-        collect(self.parameters, key, sweep, step, states)
+        self.show(key, sweep, step, states)
         for link in step.links.values():
             if link.producer.consumer is step:
-                stretch = link.producer
-                own = {name: self.parameters.state_of(p) for name, p in stretch.params.items()}
-                collect(self.parameters, key, sweep, stretch, own)
+                own = {name: self.parameters.state_of(p) for name, p in link.producer.params.items()}
+                self.show(key, sweep, link.producer, own)
+
+    def show(self, key: Hashable, sweep: Tape, step: Step, states: Mapping[str, ParameterState]) -> None:
+        """Hand what a sweep finds at a call to the call's parameters."""
+        arrived = sweep.visit(step)
+        view, rule = step.view(sweep.samples), step.rule_at(sweep.samples)
+        for name, state in states.items():
+            use = Use(view, rule, name, arrived, step.samples_of_rows)
+            self.parameters.collect(state, key, use, step.batch_size)
 
     def run_module_extensions(self, record: Record, grad: Tensor) -> set[Hashable]:
         """Run the module extensions that users wrote for this layer, for extensions that are not played.

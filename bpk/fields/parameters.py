@@ -16,7 +16,7 @@ from bpk.fields.parameter_state import ParameterState as ParameterState
 from bpk.fields.spare_memory import spare_memories, spare_memory
 from bpk.fields.statistics import Uses
 from bpk.fields.totals import Totals
-from bpk.fields.values import apart, combined, one_value_only, remove_stale, unshared, value_of, whole
+from bpk.fields.values import Stacked, apart, combined, one_value_only, remove_stale, unshared, value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.context.state import CTX
@@ -43,7 +43,7 @@ class Parameters:
     ) -> None:
         self.extensions = extensions
         self.when_done: Callable[[nn.Module], None] | None = None
-        self.adds_up, self.noted, self.loss_scale = adds_up, noted, loss_scale
+        self.adds_up, self.noted = adds_up, noted
         self.states: dict[int, ParameterState] = {}
         self.saved: list[tuple[Tensor, str]] = []
         self.claimed: dict[tuple[int, str], str] = {}
@@ -56,12 +56,12 @@ class Parameters:
         self.totals = Totals(extensions)
         self.wants_gradients = False
         self.listening: dict[Hashable, list[tuple[int, Quantity]]] = {}
-        self.wants: dict[Hashable, tuple[bool, bool]] = {}
+        self.wants: dict[Hashable, tuple[bool, bool, float]] = {}  # see `Uses`
         for number, (extension, key) in enumerate(zip(extensions, listens, strict=True)):
             self.listening.setdefault(key, []).append((number, extension))
             self.wants_gradients |= extension.needs_gradient and extension.subsampling is None
-            rows, samples = self.wants.get(key, (False, False))
-            self.wants[key] = rows or extension.needs_rows, samples or extension.needs_samples
+            rows, samples, _ = self.wants.get(key, (False, False, loss_scale))
+            self.wants[key] = rows or extension.needs_rows, samples or extension.needs_samples, loss_scale
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
         """The state of a parameter; its modules are announced when it is finished."""
@@ -75,16 +75,12 @@ class Parameters:
             self.by_module.setdefault(id(module), []).append(state)
         return state
 
-    def uses_for(self, param: Tensor, key: Hashable, uses: list[Use], batch_size: int) -> Uses:
-        """Uses of a parameter, as the extensions that listen want them."""
-        return Uses(param, batch_size, uses, *self.wants[key], self.loss_scale)
-
     # ---- from sweeps that are played ---------------------------------------------------------------------
     def settle(
         self, key: Hashable, param: Tensor, uses: list[Use], batch_size: int, columns: int | None = None
     ) -> None:
         """Some columns (of so many, if that is known) have reached all uses of a parameter: keep what comes of them."""
-        state, found = self.state_of(param), self.uses_for(param, key, uses, batch_size)
+        state, found = self.state_of(param), Uses(param, batch_size, uses, *self.wants[key])
         combining = None
         others = self.more_losses or key in state.pending
         if others and not all(extension.combines for _, extension in self.listening[key]):  # what is no sum needs all
@@ -112,9 +108,10 @@ class Parameters:
             if state is None:
                 continue
             for key, (uses, batch_size) in state.pending.items():
-                self.evaluate(state, key, self.uses_for(state.param, key, uses, batch_size), combining=False)
+                self.evaluate(state, key, Uses(param, batch_size, uses, *self.wants[key]), combining=False)
             for index, value in state.values.items():
-                self.save(state.param, self.extensions[index].savefield, whole(value))
+                known = value.whole() if isinstance(value, Stacked) else value
+                self.save(param, self.extensions[index].savefield, known)
             state.pending, state.values = {}, {}
 
     # ---- from observers ---------------------------------------------------------------------------------
@@ -141,7 +138,7 @@ class Parameters:
                 )
             )
         if key not in state.uses:
-            state.uses[key] = self.uses_for(state.param, key, [], batch_size)
+            state.uses[key] = Uses(state.param, batch_size, [], *self.wants[key])
         state.uses[key].uses.append(use)
 
     def finish_later(self, state: ParameterState) -> None:
@@ -175,36 +172,39 @@ class Parameters:
                     self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
         if state.uses and not waiting:
             state.uses, state.gradients = {}, []
-            self.announce(state)
-
-    def announce(self, state: ParameterState) -> None:
-        """Tell of the modules of a parameter that is final."""
-        if self.when_done is not None:
-            for module in state.modules:
-                self.when_done(module)
+            if self.when_done is not None:
+                for module in state.modules:
+                    self.when_done(module)
 
     def finish_all(self) -> None:
         """The backward pass is over: nothing more will come, and totals are known."""
         for state in [state for state in self.states.values() if state.uses]:
             self.finish_later(state)
-        last = [self.states[id(param)] for param in self.totals.params]
+        if not self.totals.kept:
+            return
+        last = dict.fromkeys(module for key in self.totals.kept for module in self.states[key].modules)
         for param, name, value in self.totals.values():
             self.save(param, name, value)
-        for state in last:
-            self.announce(state)
+        for module in last:
+            if self.when_done is not None:
+                self.when_done(module)
 
     def is_waiting(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is not final yet."""
         states = self.by_module.get(id(module), ())
-        return any(state.uses or state.awaited_uses or self.totals.has(state.param) for state in states)
+        return any(state.uses or state.awaited_uses or id(state.param) in self.totals.kept for state in states)
 
     # ---- fields ------------------------------------------------------------------------------------
     def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
         """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
         old = param.__dict__.pop(extension.savefield, None)
-        again = old is not None and not (extension.needs_total or torch.is_grad_enabled())
-        uses.spare = spare_memory(old) if again else None  # that of another field has been used
-        uses.spares = spare_memories(old) if again else None
+        uses.spare = uses.spares = None  # those of another field have been used
+        if old is None or extension.needs_total or torch.is_grad_enabled():
+            return
+        if isinstance(old, Tensor):
+            uses.spare = spare_memory(old)
+        else:
+            uses.spares = spare_memories(old)
 
     def claim(self, param: Tensor, name: str, where: str) -> None:
         """A module extension is about to say all of a field."""

@@ -228,7 +228,7 @@ class Rows:
 
 def added_up(use: Use, rows: Tensor) -> Tensor:
     """The rows `[1, N, *p]` of a single column, whose sum is noted if somebody wants it."""
-    add = use.call.summing(use.name)
+    add = None if use.call.sums is None else use.call.summing(use.name)
     if add is not None:
         add(rows[0].sum(0))
     return rows

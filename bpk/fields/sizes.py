@@ -15,7 +15,7 @@ from bpk.plan.quantity import Quantity
 
 def require_same_size(what: object, uses: Uses) -> None:
     """Refuse columns that have come to uses of a parameter with different numbers of samples: one would be repeated."""
-    if len(uses.uses) > 1 and all(isinstance(use.arrived, Columns) for use in uses.uses):
+    if all(isinstance(use.arrived, Columns) for use in uses.uses):
         for key in uses.keys:
             sizes = sizes_of(uses, [key])
             if len(sizes) > 1:

@@ -16,7 +16,10 @@ from bpk.recording.context.state import CTX
 
 
 class Totals:
-    """What parameters have added so far, by the number of the extension, and their uses."""
+    """What parameters have added so far, by the number of the extension, and their uses.
+
+    Those whose values are still to come are `kept`, by the `id` of the parameter.
+    """
 
     def __init__(self, extensions: Sequence[Quantity]) -> None:
         self.extensions = extensions
@@ -37,15 +40,6 @@ class Totals:
             )
         self.totals[index] = share if total is None else total + share.to(total.device)
         self.kept.setdefault(id(uses.param), []).append((index, kept))
-
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters whose values are still to come."""
-        return [uses[0][1].param for uses in self.kept.values()]
-
-    def has(self, param: Tensor) -> bool:
-        """Whether values of a parameter are still to come."""
-        return id(param) in self.kept
 
     def values(self) -> Iterator[tuple[Tensor, str, Any]]:
         """The parameters, the names of the fields, and their values, now that nothing more will come."""

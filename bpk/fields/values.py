@@ -23,7 +23,8 @@ def value_of(extension: Quantity, uses: Uses, adds_up: bool = False, keeps: Part
 
     What processes will need beside the field is put into `keeps`, in memory that does not change with `.grad`.
     """
-    require_same_size(extension, uses)
+    if len(uses.uses) > 1:
+        require_same_size(extension, uses)
     try:
         if uses.loss_scale != 1:
             value, parts = extension.unscaled(uses)
@@ -67,6 +68,10 @@ class Stacked:
             part.copy_(rows)
         self.count += len(rows)
 
+    def whole(self) -> Tensor:
+        """All that have come."""
+        return self.rows if self.count == len(self.rows) else self.rows[: self.count].clone()
+
 
 def combined(
     before: Any, extension: Quantity, uses: Uses, columns: int | None, adds_up: bool, keeps: Parts | None
@@ -86,16 +91,10 @@ def combined(
         return before
     if before is None:
         return value_of(extension, uses, adds_up, keeps)
-    earlier, value = whole(before), value_of(extension, uses, adds_up)
+    earlier = before.whole() if isinstance(before, Stacked) else before
+    value = value_of(extension, uses, adds_up)
     require_same_samples(extension, earlier, value, uses.param)
     return extension.combine(earlier, value)
-
-
-def whole(value: Any) -> Any:
-    """A value, of stacked rows all that have come."""
-    if not isinstance(value, Stacked):
-        return value
-    return value.rows if value.count == len(value.rows) else value.rows[: value.count].clone()
 
 
 def unshared(values: Mapping[int, Any], index: int) -> Any:

@@ -119,7 +119,7 @@ def reach_functions(
         whole.broadcast = None if whole.merged else BroadcastRows(source, at_end)
         for key, sweep in sweeps.items():
             call = whole if sweep.samples is None else whole.subset(sweep.samples)
-            column = Columns({"gradient": sweep.rows(at_end)[None]}, signs={"gradient": None})
+            column = sweep.column(at_end)
             for name, param in call.params.items():
                 use = without_graph(Use(call, STRETCH, name, column, rows), n)
                 parameters.collect(parameters.state_of(param), key, use, n)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from bpk.plan.quantity import Quantity, Takes
 from bpk.sweeps.starts.positions import ByPosition
-from bpk.sweeps.sweep import Observer, Player, Sweep
+from bpk.sweeps.sweep import Player, Sweep
 
 
 class SharedSweeps:
@@ -23,7 +23,7 @@ class SharedSweeps:
         self.with_module_extensions: list[tuple[Hashable, Quantity]] = []
         self.combining: set[Hashable] = set()
         self.players: dict[Hashable, Player] = {}
-        self.observers: dict[Hashable, Observer] = {}
+        self.observers: dict[Hashable, Sweep] = {}
         self.second_order = False
         sweeps: dict[Hashable, tuple[Sweep, list[Quantity]]] = {}
         for extension in extensions:
@@ -39,7 +39,7 @@ class SharedSweeps:
         for key, (sweep, listeners) in sweeps.items():
             if isinstance(sweep, Player):
                 self.players[key] = self.prepared(key, sweep, listeners)
-            elif isinstance(sweep, Observer):
+            else:
                 self.observers[key] = sweep
 
     def prepared(self, key: Hashable, sweep: Player, listeners: Sequence[Quantity]) -> Player:

@@ -1,8 +1,8 @@
 """What travels backwards along the calls of a plan, beside the gradient.
 
-There are two kinds. An `Observer` follows autograd's own pass, and looks at each call when the engine is there: nothing
-has to travel. All others are played at the loss (`play`): they begin there, and pass every call behind it by the
-call's rule. Extensions that ask for equal sweeps share one.
+There are two kinds. Observers (the `Gradient`, and the tape) follow autograd's own pass, and look at each call when the
+engine is there: nothing has to travel. A `Player` is played at the loss (`play`): it begins there, and passes every
+call behind it by the call's rule. Extensions that ask for equal sweeps share one.
 """
 
 from __future__ import annotations
@@ -57,22 +57,14 @@ class Sweep:
         return times_named(self.samples, step.joint.call.inputs[0])
 
 
-class Observer(Sweep, ABC):
-    """A sweep that looks at every call when autograd is there."""
-
-    @abstractmethod
-    def visit(self, step: Step) -> Any:
-        """Return what has arrived at the call's output, for the call's parameters."""
-
-
-class Gradient(Observer):
+class Gradient(Sweep):
     """The gradient of each call's output, as one column. Autograd brings it."""
 
     second_order = False
 
-    def visit(self, step: Step) -> Columns:
-        grad = step.grad if self.samples is None else self.rows(step.grad)
-        return Columns({"gradient": grad[None]}, signs={"gradient": None})
+    def column(self, grad: Tensor) -> Columns:
+        """What arrives at a call with this gradient."""
+        return Columns({"gradient": (grad if self.samples is None else self.rows(grad))[None]}, {}, {"gradient": None})
 
 
 UsesById = dict[int, list[Use]]

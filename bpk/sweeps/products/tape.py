@@ -25,7 +25,7 @@ from bpk.recording.hyperparameters import Hyperparameters
 from bpk.recording.membership import wholes_of
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.products.linearised import LinearisedStretch, through_columns
-from bpk.sweeps.sweep import Observer
+from bpk.sweeps.sweep import Sweep
 
 
 @dataclass(eq=False)
@@ -117,7 +117,7 @@ class Frame:
         return through_columns(columns, curvature.positive(signs), dict(tangents))
 
 
-class Tape(Observer):
+class Tape(Sweep):
     """Write down every visited call, latest first, for products later on.
 
     `factored` says whether residuals will be made positive semi-definite.
@@ -134,7 +134,7 @@ class Tape(Observer):
         self.products: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def visit(self, step: Step) -> tuple[Tape, int]:
-        """Add a frame."""
+        """Add a frame; what arrives at the call is the tape, up to it."""
         if step.params:
             self.live_within(step.record.module)
         view = step.view(self.samples)
