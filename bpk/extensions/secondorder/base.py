@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.options import positive
+from bpk.fields.statistics import Uses
+from bpk.fields.sums import add_into
 from bpk.sweeps.module_extension_sweep import ModuleExtensionSweep
 from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
@@ -46,6 +50,18 @@ class SquareRootExtension(OfSamples):
 
     def sweep(self) -> Sweep:
         return SquareRoot(self.mc_samples, self.subsampling)
+
+
+class SumOfSquares(BackpropExtension):
+    """Common part: `sum_v s_v (J^T u_v)^2` over columns, and over samples where these are not needed by themselves."""
+
+    combines = True
+
+    def value(self, uses: Uses) -> Tensor:
+        return uses.squared_sum(per_sample=self.needs_samples)
+
+    def combine(self, before: Tensor, value: Tensor) -> Tensor:
+        return add_into(before, value)
 
 
 class SampledRootExtension(SquareRootExtension):

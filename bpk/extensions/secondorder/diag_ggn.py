@@ -6,21 +6,13 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.over_batches import Rows, Sums
-from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
-from bpk.fields.statistics import Uses, add_into
+from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension, SumOfSquares
 
 
-class DiagGGN(SquareRootExtension):
+class DiagGGN(SumOfSquares, SquareRootExtension):
     """Common part: `diag(J^T H J) = sum_v (J^T S_v)^2` with `H = S S^T`, the loss Hessian at the model's output."""
 
-    combines = True
     takes = "squares"
-
-    def value(self, uses: Uses) -> Tensor:
-        return uses.squared_sum(per_sample=self.needs_samples)
-
-    def combine(self, before: Tensor, value: Tensor) -> Tensor:
-        return add_into(before, value)
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return plain.ggn_diagonals if self.needs_samples else plain.ggn_diagonals.sum(0)

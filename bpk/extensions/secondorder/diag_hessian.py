@@ -6,26 +6,18 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.over_batches import Rows, Sums
-from bpk.extensions.secondorder.base import OfSamples
-from bpk.fields.statistics import Uses, add_into
+from bpk.extensions.secondorder.base import OfSamples, SumOfSquares
 from bpk.sweeps.starts.signed import SignedHessian
 from bpk.sweeps.sweep import Sweep
 
 
-class HessianDiagonal(OfSamples):
+class HessianDiagonal(SumOfSquares, OfSamples):
     """Common part: `diag(H) = sum_k s_k (J^T U_k)^2` over the signed columns of the loss and of every residual."""
 
-    combines = True
     joins_calls = True
 
     def sweep(self) -> Sweep:
         return SignedHessian(self.subsampling)
-
-    def value(self, uses: Uses) -> Tensor:
-        return uses.squared_sum(per_sample=self.needs_samples)
-
-    def combine(self, before: Tensor, value: Tensor) -> Tensor:
-        return add_into(before, value)
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return plain.hessian_diagonals if self.needs_samples else plain.hessian_diagonal

@@ -6,13 +6,12 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.over_batches import Sums
-from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
-from bpk.fields.statistics import Uses, add_into
+from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension, SumOfSquares
 from bpk.sweeps.starts.square_root import Outputs
 from bpk.sweeps.sweep import Sweep
 
 
-class DiagJTJExact(SquareRootExtension):
+class DiagJTJExact(SumOfSquares, SquareRootExtension):
     """Diagonal of `J^T J` `[*p]`, summed over samples and outputs, in the field `diag_jtj_exact`.
 
     `J_n` is the Jacobian of what the loss takes for sample `n`; the loss tells where outputs are, and nothing else: its
@@ -33,19 +32,12 @@ class DiagJTJExact(SquareRootExtension):
 
     field = "diag_jtj_exact"
     form = Form.BATCH
-    combines = True
     sums_samples = True
     linear_in_terms = True
     over_batches = Sums(power=0)
 
     def sweep(self) -> Sweep:
         return Outputs(self.mc_samples, self.subsampling)
-
-    def value(self, uses: Uses) -> Tensor:
-        return uses.squared_sum()
-
-    def combine(self, before: Tensor, value: Tensor) -> Tensor:
-        return add_into(before, value)
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return plain.jacobian_squares.sum(0)
