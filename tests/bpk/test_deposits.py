@@ -11,8 +11,8 @@ from bpk.extensions import BatchDiagHessian, DiagHessian
 from bpk.fields.arrived import Columns
 from bpk.plan.step import Step
 from bpk.sweeps.columns.column_sweep import Run
-from bpk.sweeps.columns.deposits import Deposit, Deposits
-from bpk.sweeps.columns.merging import Merging, distinct, sums
+from bpk.sweeps.columns.deposits import Deposits
+from bpk.sweeps.columns.merging import Deposit, Merging, added_up, distinct
 from tests.bpk.test_merged_columns import NETWORKS, N, expected
 from tests.helpers import backward
 
@@ -87,13 +87,14 @@ def test_sums_of_columns_with_other_entries_alike() -> None:
         columns = Columns()
         columns.add("a", mat, signs)
         runs.append(columns)
-    deposit = None
+    deposit: Deposit | None = None
     for columns in runs:
         first, same_as = distinct([columns])
-        deposit = Deposit((), (torch.Size([6]),), first, same_as, torch.zeros(())) if deposit is None else deposit
-        known = deposit.refined(same_as) if deposit.matrix.dim() else deposit
-        matrix = sums([columns], known.first, known.same_as)
-        deposit = Deposit((), known.shapes, known.first, known.same_as, matrix + known.matrix)
+        known = None if deposit is None else deposit.refined(same_as)
+        deposit = added_up([columns], *((first, same_as) if known is None else (known.first, known.same_as)))
+        assert deposit is not None
+        deposit.matrix += 0 if known is None else known.matrix
+    assert deposit is not None
     found = torch.zeros_like(whole)
     for (mats,), signs in deposit.columns(5):
         found += torch.einsum("kn,kni,knj->nij", signs, mats, mats)

@@ -14,7 +14,7 @@ from bpk.fields.arrived import Columns
 from bpk.plan.step import Step
 from bpk.plan.stretch import StretchCall
 from bpk.sweeps.columns.column_sweep import Run
-from bpk.sweeps.columns.merging import Merging, distinct, merged
+from bpk.sweeps.columns.merging import Merging, added_up, distinct
 from bpk.sweeps.stretches.residual import StretchResidual
 from tests.helpers import backward
 from tests.references.kronecker import jacobian
@@ -204,8 +204,8 @@ def test_entries_that_only_seem_to_be_the_same() -> None:
     places = [columns]
     first, same_as = distinct(places)
     assert len(first) == 3
-    assert merged(places, first, same_as) is not None
-    assert merged(places, torch.tensor([0, 1]), torch.tensor([0, 1, 1])) is None
+    assert added_up(places, first, same_as) is not None
+    assert added_up(places, torch.tensor([0, 1]), torch.tensor([0, 1, 1])) is None
 
 
 @pytest.mark.parametrize("double", [True, False])
@@ -221,9 +221,9 @@ def test_merged_columns_have_the_same_sum(double: bool) -> None:
     places = [left, right]
     first, same_as = distinct(places)
     assert len(first) == (3 if double else 6)
-    found = merged(places, first, same_as)
+    found = added_up(places, first, same_as)
     assert found is not None
-    mats, signs = found
+    ((mats, signs),) = found.columns(100)
     assert len(signs) == 2 * len(first)
     got = torch.einsum("kn,kni,knj->nij", signs, torch.cat(mats, 2), torch.cat(mats, 2))
     of_b = b if double else torch.zeros_like(b)

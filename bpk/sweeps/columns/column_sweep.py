@@ -163,21 +163,16 @@ class Run:
         found = merging.merge(self.waiting, self.uses, step)
         if found is None:
             return
-        mats, signs = found
-        self.count, size = len(signs), self.sweep.chunk
-        for (at, columns), mat in zip(self.waiting.items(), mats, strict=False):
-            shape = next(iter(columns.blocks.values())).shape[2:]
-            self.waiting[at] = Columns()
-            for number, part in enumerate(mat.split(size)):
-                key = ("merged", self.sweep.plan.key, step.number, number)
-                self.waiting[at].add(key, part.reshape(*part.shape[:2], *shape), signs[number * size :][: len(part)])
-        for mine, mat in zip(self.uses.values(), mats[len(self.waiting) :], strict=True):
-            use, param = mine[0], Columns()
-            for number, part in enumerate(mat.split(size)):
-                key = ("merged", self.sweep.plan.key, step.number, number)
-                rows = part.reshape(*part.shape[:2], *use.call.params[use.name].shape)
-                param.add_to_parameter(use.name, key, rows, signs[number * size :][: len(part)])
-            mine[:] = [replace(use, arrived=param)]
+        self.count, self.waiting = 0, {at: Columns() for at in self.waiting}
+        for mine in self.uses.values():
+            mine[:] = [replace(mine[0], arrived=Columns())]
+        for number, (mats, signs) in enumerate(found.columns(self.sweep.chunk)):
+            key = ("merged", self.sweep.plan.key, step.number, number)
+            self.count += len(signs)
+            for columns, mat in zip(self.waiting.values(), mats, strict=False):
+                columns.add(key, mat, signs)
+            for (use,), mat in zip(self.uses.values(), mats[len(self.waiting) :], strict=True):
+                use.arrived.add_to_parameter(use.name, key, mat, signs)
 
     def visit(self, step: Step, last: bool = True) -> None:
         """Let the columns that wait at a call pass it, block by block.

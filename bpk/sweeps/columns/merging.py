@@ -8,7 +8,8 @@ the sum of `2 D` signed columns (see `polarised`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -29,8 +30,36 @@ A merge is one large matrix product; columns that pass a layer are read and writ
 """
 
 
-Merged = tuple[list[Tensor], Tensor]
-"""Columns `[K, N, D]` for each place, and signs `[K, N]`."""
+@dataclass
+class Deposit:
+    """`sum_k s_k u_k u_k^T` `[N, E, E]` of columns over entries of some places, of these `shapes`, side by side.
+
+    Entries that are the same in all columns count once: `first` `[E]` are one of each, `same_as` `[D]` tells which.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    first: Tensor
+    same_as: Tensor
+    matrix: Tensor
+
+    def refined(self, same_as: Tensor) -> Deposit:
+        """The same sum, where only entries count once that are the same in other columns as well."""
+        both, joint = torch.stack([self.same_as, same_as]).unique(dim=1, return_inverse=True)
+        if both.shape[1] == len(self.first):
+            return self
+        every = torch.arange(len(joint), device=joint.device)
+        first = torch.full_like(both[0], len(joint)).scatter_reduce_(0, joint, every, "amin")
+        matrix = self.matrix[:, both[0][:, None], both[0]]
+        return Deposit(self.shapes, first, joint, matrix)
+
+    def columns(self, size: int) -> Iterator[tuple[list[Tensor], Tensor]]:
+        """Columns `[K, N, *place]` with the same sum, about so many at a time, and signs `[K, N]`."""
+        rows = self.matrix.transpose(0, 1)
+        sizes = [shape.numel() for shape in self.shapes]
+        for alive in nonzero(rows).split(max(1, size // 2)):
+            mats, signs = polarised(rows[alive] / 2, alive)
+            parts = [mats[..., part] for part in self.same_as.split(sizes)]
+            yield [x.reshape(*x.shape[:2], *shape) for x, shape in zip(parts, self.shapes, strict=True)], signs
 
 
 class Merging:
@@ -74,7 +103,7 @@ class Merging:
         alike = all(mat.shape[1] == like.shape[1] and mat.dtype is like.dtype for mat in blocks)
         return like if alike and like.dtype in EXACT else None
 
-    def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Merged | None:
+    def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Deposit | None:
         """Fewer columns before `step`, where that pays: asked with what may be left of the entries, the least first."""
         like = self.like(waiting)
         if like is None:
@@ -91,7 +120,7 @@ class Merging:
         if any(mat.shape[1] != n or mat.dtype is not like.dtype for mat in mats):
             return None
         first, same_as = distinct(places)
-        return merged(places, first, same_as) if self.pays(count, len(first), n, step) else None
+        return added_up(places, first, same_as) if self.pays(count, len(first), n, step) else None
 
 
 def multiplications(step: Step) -> float:
@@ -173,21 +202,11 @@ def are_same(places: Sequence[Columns], joint: Tensor, same_as: Tensor) -> bool:
     return True
 
 
-def sums(places: Sequence[Columns], first: Tensor, same_as: Tensor) -> Tensor | None:
-    """`sum_k s_k u_k u_k^T` over distinct entries `[N, E, E]` (`None`: others are not the same as these)."""
+def added_up(places: Sequence[Columns], first: Tensor, same_as: Tensor) -> Deposit | None:
+    """The sum over distinct entries (`None`: others are not the same as these)."""
     joint, signs = joint_columns(places, first)
     if len(first) < len(same_as) and not are_same(places, joint, same_as):
         return None
-    return torch.bmm((joint * signs[..., None]).permute(1, 2, 0), joint.transpose(0, 1))
-
-
-def merged(places: Sequence[Columns], first: Tensor, same_as: Tensor) -> Merged | None:
-    """The same sum of squares from fewer columns."""
-    matrix = sums(places, first, same_as)
-    if matrix is None:
-        return None
-    rows = matrix.transpose(0, 1).div_(2)
-    alive = nonzero(rows)
-    columns, signs = polarised(rows if len(alive) == len(rows) else rows[alive], alive)
-    parts = same_as.split([width(place) for place in places])
-    return [columns[..., part] for part in parts], signs
+    matrix = torch.bmm((joint * signs[..., None]).permute(1, 2, 0), joint.transpose(0, 1))
+    shapes = tuple([next(iter(columns.blocks.values())).shape[2:] for columns in places])
+    return Deposit(shapes, first, same_as, matrix)
