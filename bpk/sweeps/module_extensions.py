@@ -44,17 +44,13 @@ class ModuleExtensions:
         """Whether something was written for a layer."""
         return step.is_layer and self.extension.module_extension(step.record.module) is not None
 
-    def apply(self, step: Step, quantity: Any) -> Any:
-        """Save the fields of a layer; returns what its input receives."""
-        return self.run(step.record, step.node, step.grad, quantity)
-
     def pass_on(self, step: Step, quantity: Any) -> dict[int, Any]:
-        """`apply`; returns what each input receives that is fed by another call, by its number.
+        """Save the fields of a layer; returns what each input receives that is fed by another call, by its number.
 
         Raises:
             ValueError: If a list does not have one entry for each input of the layer.
         """
-        sent, feeds = self.apply(step, quantity), step.links
+        sent, feeds = self.run(step.record, step.node, step.grad, quantity), step.links
         if not isinstance(sent, (list, tuple)):
             return dict.fromkeys(feeds, sent)
         unread = [x for k, x in enumerate(sent) if k not in feeds and x is not None]
@@ -85,7 +81,7 @@ class ModuleExtensions:
         return explain(f"{written}.backpropagate returned {what} at {step.where}.", why, do)
 
     def run(self, record: Record, node: Node | None, grad: Tensor, quantity: Any) -> Any:
-        """The same for a recorded call, whose output is at `node` and has this gradient."""
+        """Save the fields of a call whose output is at `node`, with this gradient; returns what its input receives."""
         module, written = record.module, self.extension.module_extension(record.module)
         assert written is not None and node is not None
         if record.recomputed is not None or vars(module).get("output") is not record.stored:  # those of another call

@@ -137,15 +137,13 @@ class Run:
         mats, signs = chunk
         if signs is not None and not bool((signs != 1).any()):
             signs = None
-        of_params = Columns()
         for wrt, mat in mats.items():
             if isinstance(wrt, str):
-                of_params.add_to_parameter(wrt, key, mat, signs)
+                sweep, own = self.sweep, Columns()
+                own.add_to_parameter(wrt, key, mat, signs)
+                sweep.note(self.uses, step, step.view(sweep.samples), step.rule_at(sweep.samples), own, [wrt])
             else:
                 self.send(step.links[wrt], key, mat, signs)
-        if of_params.of_params:
-            sweep, names = self.sweep, of_params.of_params
-            sweep.note(self.uses, step, step.view(sweep.samples), step.rule_at(sweep.samples), of_params, names)
         self.sweep.rounds += not self.count
         count = next(iter(mats.values())).shape[0]
         self.sweep.started += count

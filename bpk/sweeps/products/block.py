@@ -18,6 +18,7 @@ from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.samples.rows import along_rows, of_samples, over_batch
+from bpk.plan.step import promoted
 from bpk.recording.context.state import CTX
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.products.tape import Frame, Tape
@@ -92,7 +93,7 @@ class BlockProduct:
         tangents: dict[int, dict[Wrt, Tensor]] = {}
         for frame in reversed(self.frames):
             found: dict[Wrt, Tensor] = {
-                i: frame.cast(feed.forth(outs[feed.producer]))
+                i: promoted(feed.forth(outs[feed.producer]), frame.call)
                 for i, feed in frame.feeds.items()
                 if feed.producer in outs
             }

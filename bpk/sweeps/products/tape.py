@@ -18,7 +18,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.rule import Rule
-from bpk.plan.step import Alignment, Link, Step, promoted
+from bpk.plan.step import Alignment, Step, promoted
 from bpk.plan.stretch import StretchCall
 from bpk.recording.changed import Stamp, is_changed, stamp
 from bpk.recording.hyperparameters import Hyperparameters
@@ -83,10 +83,6 @@ class Frame:
                 )
             )
 
-    def cast(self, mat: Tensor) -> Tensor:
-        """Bring columns to the precision of the call."""
-        return promoted(mat, self.call)
-
     def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
         """`sum_i J_i t_i`: from tangents at inputs and parameters to the output."""
         if self.stretch is not None:
@@ -98,7 +94,7 @@ class Frame:
         """`J_i^T a` for these inputs and parameters."""
         if self.stretch is not None:
             return self.stretch.pull(adjoint)
-        adjoint = self.cast(adjoint)
+        adjoint = promoted(adjoint, self.call)
         return {wrt: self.rule.jac_t_mat_prod(self.call, adjoint, wrt, sum_batch=True) for wrt in wrts}
 
     def curve(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
@@ -141,7 +137,8 @@ class Tape(Sweep):
         kept = view if torch.is_grad_enabled() else view.detached()  # a live graph would lead back to the parameter
         samples = None if step.mixed else self.samples
         grad = step.grad if step.is_loss or step.mixed else self.rows(step.grad)
-        feeds = {index: self.feed(link) for index, link in step.links.items()}
+        links = step.links.items()
+        feeds = {index: Feed(link.producer.number, entrance=link.entrance, exit=link.exit) for index, link in links}
         params = {name: id(p) for name, p in step.params.items()}
         stretch = self.linearise(step)
         if stretch is not None:
@@ -166,10 +163,6 @@ class Tape(Sweep):
             if not any(ref() is model for ref in self.models):
                 self.models.append(weakref.ref(model))
                 weakref.finalize(model, end, weakref.ref(self)).atexit = False
-
-    def feed(self, link: Link) -> Feed:
-        """What feeds an input."""
-        return Feed(link.producer.number, entrance=link.entrance, exit=link.exit)
 
     def linearise(self, step: Step) -> LinearisedStretch | None:
         """Prepare a stretch, while its graph is alive."""

@@ -45,7 +45,7 @@ class SquareRoot(ColumnSweep):
 
     def parts(self, step: Step, size: int) -> Iterator[Tensor]:
         """Exact columns of the predictions of a loss, so many at a time."""
-        yield from step.joint.rule.sqrt_hessian_parts(step.joint.call, size)
+        return step.joint.rule.sqrt_hessian_parts(step.joint.call, size)
 
     def sampled(self, step: Step, count: int) -> Tensor:
         """So many random columns."""
@@ -134,12 +134,5 @@ class WeightedRoot(SquareRoot):
                     part = torch.einsum("kvn,vn...->kn...", weights.to(mat.dtype), mat)
                     sums[wrt] = sums[wrt] + part if wrt in sums else part
         size, count = self.chunk, len(self.weights) if sums else 0
-        return [self.some(sums, range(k, min(k + size, count))) for k in range(0, count, size)]
-
-    def some(self, sums: dict[int | str, Tensor], part: range) -> LazyColumns:
-        """Some of the columns."""
-
-        def make(start: int, stop: int) -> Chunk:
-            return {wrt: mat[part.start + start : part.start + stop] for wrt, mat in sums.items()}, None
-
-        return LazyColumns(len(part), make, part)
+        parts = [range(k, min(k + size, count)) for k in range(0, count, size)]
+        return [as_lazy({wrt: mat[p.start : p.stop] for wrt, mat in sums.items()}, None, p) for p in parts]

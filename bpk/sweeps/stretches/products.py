@@ -32,7 +32,7 @@ class StretchProducts:
         self.source = source
         self.merged = merged
         self.exits: list[Port | OneSample] = [OneSample(port) if merged else port for port in source.exits]
-        self.grad = grad[None] if merged else grad
+        self.at_end, self.grad = grad, grad[None] if merged else grad
         self.rows = rows
         self.gradients = self.pulled(self.grad.detach())
         self.shapes = [p.one_to_rule(g).shape for p, g in zip(self.exits, self.gradients, strict=False)]
@@ -80,8 +80,8 @@ class StretchProducts:
         if not torch.is_grad_enabled():
             return True
         with torch.no_grad():  # where a gradient is zero, and products are, their derivatives need not be
-            grad = self.grad[0] if self.merged else self.grad
-            return StretchProducts(self.source, draw(grad.shape, grad, 0), self.rows, self.merged).is_zero
+            grad = draw(self.at_end.shape, self.at_end, 0)
+            return StretchProducts(self.source, grad, self.rows, self.merged).is_zero
 
     def require_samples(self) -> None:
         """Without known rows, those of targets must be the samples, like those at the end."""

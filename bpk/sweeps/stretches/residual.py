@@ -38,7 +38,7 @@ class StretchResidual(SampleBySample):
 
     def columns(self) -> Group | None:
         """Its eigendecomposition, jointly over targets and parameters, sample by sample (`None`: it is zero)."""
-        with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
+        with differentiable_twice(self.source, self.at_end):
             if self.is_zero:
                 return None
             self.require_samples()
@@ -51,7 +51,7 @@ class StretchResidual(SampleBySample):
 
         Only asked for where `columns` are there.
         """
-        with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
+        with differentiable_twice(self.source, self.at_end):
             targets = self.of_targets_alone() if self.shapes else self.by_sample(balanced=False)
             found = [lazy.all() for lazy in self.of_parameters(balanced=False)]
         nothing = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
@@ -70,7 +70,7 @@ class StretchResidual(SampleBySample):
 
         `by_row`: rows of the targets stand for samples, whatever is at the end.
         """
-        with differentiable_twice(self.source, self.grad[0] if self.merged else self.grad):
+        with differentiable_twice(self.source, self.at_end):
             if self.is_zero:
                 return []
             if not by_row:
