@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from functools import partial
 
 import torch
@@ -117,22 +117,19 @@ class AtLosses:
     def when_passed(self, step: Step) -> None:
         """Save what is final."""
         if step.last:
-            self.save([step.params[name] for name in step.last])
+            params = [step.params[name] for name in step.last]
+            self.parameters.save_values(params)
+            if self.hooks.hook is not None and not self.to_come:
+                self.hooks.arrived(params)
         if not self.sweeps.observers and not self.to_come:
             step.let_go()
             if self.hooks.hook is not None and step.is_layer:  # ahead of autograd: a hook may free what it has read
                 self.hooks.visit(step.record.module)
 
-    def save(self, params: Sequence[Tensor]) -> None:
-        """All columns of a loss have reached these parameters."""
-        self.parameters.save_values(params)
-        if self.hooks.hook is not None and not self.parameters.more_losses:
-            self.hooks.arrived(params)
-
     def finish(self) -> None:
         """No other loss will come."""
         self.parameters.more_losses = False
-        self.save([state.param for state in self.parameters.states.values()])
+        self.parameters.save_values([state.param for state in self.parameters.states.values()])
         if self.hooks.hook is not None:
             self.hooks.arrived()
 

@@ -180,7 +180,7 @@ class Backward:
                     continue
                 passed = not self.sweeps.second_order or record in self.at_losses.touched
                 usual = record.rule is not None and record.recomputed is None and not record.is_loss
-                if passed and usual and self.observing.is_idle_at(record):
+                if passed and usual and (not self.sweeps.observers or self.observing.is_idle_at(record)):
                     self.idle.add(record)
 
     def inspect(self, root: Record, node: Node) -> None:

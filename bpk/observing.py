@@ -43,9 +43,7 @@ class Observing:
         self.broadcast = BroadcastParameters(inspection, parameters)
 
     def is_idle_at(self, record: Record) -> bool:
-        """Whether nobody looks at a call: neither it has parameters, nor functions in front of it."""
-        if not self.sweeps.observers:
-            return True
+        """Whether no observer looks at a call: neither it has parameters, nor functions in front of it."""
         if len(self.sweeps.observers) > len(self.first) or record.trained():
             return False
         return not [source for source in self.inspection.sources[record].values() if source.trained]
