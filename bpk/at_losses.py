@@ -102,7 +102,7 @@ class AtLosses:
         self.to_come.discard(loss)
         self.parameters.more_losses = bool(self.to_come)
         at_most = None
-        if self.sweeps.combining.intersection(self.sweeps.players) and not torch.is_grad_enabled():
+        if self.sweeps.combining and not torch.is_grad_enabled():
             at_most = columns_at_a_time(plan, self.settings.chunk_size, self.settings.memory)
         for key, player in self.sweeps.players.items():
             settle, limit = partial(self.parameters.settle, key), at_most if key in self.sweeps.combining else None

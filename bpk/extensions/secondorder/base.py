@@ -10,6 +10,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.options import positive
 from bpk.fields.statistics import Uses
 from bpk.fields.sums import add_into
+from bpk.fields.tokens import together
 from bpk.sweeps.module_extension_sweep import ModuleExtensionSweep
 from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
@@ -75,3 +76,15 @@ class SampledRootExtension(SquareRootExtension):
     def __init__(self, mc_samples: int = 1, subsampling: Sequence[int] | None = None) -> None:
         super().__init__(subsampling)
         self.mc_samples = positive("mc_samples", mc_samples)
+
+
+class TokenExtension(OfSamples):
+    """An extension that listens to the columns of single tokens, starting at the loss.
+
+    `T` counts the terms that the loss adds up for a sample: rows of the prediction, and positions in each.
+    """
+
+    combines = True
+
+    def combine(self, before: Tensor, value: Tensor) -> Tensor:
+        return together(before, value)

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.over_batches import Rows
-from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
-from bpk.extensions.secondorder.token_base import TokenExtension
+from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension, TokenExtension
 from bpk.fields.statistics import Uses
 from bpk.fields.tokens import by_token
 from bpk.sweeps.starts.tokens import TokenRoot

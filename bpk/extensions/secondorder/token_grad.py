@@ -7,7 +7,7 @@ from torch import Tensor
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.projected_grad import Projecting
 from bpk.extensions.over_batches import Rows
-from bpk.extensions.secondorder.token_base import TokenExtension
+from bpk.extensions.secondorder.base import TokenExtension
 from bpk.fields.statistics import Uses
 from bpk.fields.tokens import by_token, in_order
 from bpk.sweeps.starts.tokens import TokenGradient

@@ -57,9 +57,10 @@ class SquareRoot(ColumnSweep):
 
     def at_inputs(self, step: Step, root: Tensor) -> dict[int | str, Tensor]:
         """Columns of the predictions of a loss, side by side, by input, scaled."""
-        terms = self.terms(step)
-        mat = self.rows(root, 1) if terms is None else root * along_rows(terms.sqrt(), root, 1)
-        return dict(step.joint.split(self.scaled(mat, step)).items())
+        if self.samples is not None:
+            terms = self.terms(step)
+            root = self.rows(root, 1) if terms is None else root * along_rows(terms.sqrt(), root, 1)
+        return dict(step.joint.split(self.scaled(root, step)).items())
 
 
 class RootColumns(StartingColumns):

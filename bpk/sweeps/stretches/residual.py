@@ -22,8 +22,8 @@ from bpk.jacobians.second_order.probing import draw
 from bpk.jacobians.second_order.signed_blocks import BlockDiagonal, Signed, numbered
 from bpk.jacobians.second_order.structure import Blocks, Couplings
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, as_lazy
-from bpk.sweeps.stretches.by_sample import Group, SampleBySample
 from bpk.sweeps.stretches.no_second_derivative import differentiable_twice
+from bpk.sweeps.stretches.products import Group, StretchProducts
 
 Groups = list[LazyColumns]
 """The same, by number, made a few at a time."""
@@ -33,7 +33,7 @@ AT_ONCE = 1 << 24
 """How many numbers products with the second derivative hold at a time."""
 
 
-class StretchResidual(SampleBySample):
+class StretchResidual(StretchProducts):
     """`R` as signed columns: all positions at once, or one sample after the other."""
 
     def columns(self) -> Group | None:
