@@ -202,11 +202,12 @@ class Rows:
         """`[V, N, *p]` over all blocks."""
         if not self.simple:
             return join([self.rows(key) for key in self.keys])
-        use = self.uses[0]
-        mats = [mat for mat, _ in self.blocks()]
-        into = self.room if self.room is not None and self.room.dtype is mats[0].dtype else None
-        if len(mats) == 1 and into is None:
-            return added_up(use, self.rows_of(use, mats[0], self.spare))
+        use, blocks = self.uses[0], self.blocks()
+        first = blocks[0][0]
+        into = self.room if self.room is not None and self.room.dtype is first.dtype else None
+        if len(blocks) == 1 and into is None:
+            return added_up(use, self.rows_of(use, first, self.spare))
+        mats = [mat for mat, _ in blocks]
         if torch.is_grad_enabled():
             return join([self.rows_of(use, mat, self.spare) for mat in mats])
         shape = (sum(map(len, mats)), *mats[0].shape[1:2], *use.call.params[use.name].shape)
