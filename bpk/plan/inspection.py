@@ -124,9 +124,9 @@ class Inspection:
         if placement.rows:
             require_whole_batch(self.extensions, root)
         records = (*above, root)
-        self.attribution.add(records, placement.rows, placement.n)
+        self.attribution.add(records, placement.rows, placement.axes, placement.n)
         if self.merged is not None:
-            self.merged.add(records, {record: one_sample(record) for record in records}, 1)
+            self.merged.add(records, {record: one_sample(record) for record in records}, placement.axes, 1)
         for record in records:
             for source in self.sources[record].values():
                 if source.nodes:
@@ -245,6 +245,6 @@ class Inspection:
 
     def clear(self) -> None:
         """Let go of the graph."""
-        self.sources, self.above, self.left, self._outside = Sources(self.computes_again), {}, [], None
-        self.attribution.samples, self.attribution.sizes, self.merged = {}, {}, None
-        self.placed, self.required = set(), set()
+        self.sources.clear()
+        self.above, self.left, self.placed, self.required = {}, [], set(), set()
+        self.attribution, self.merged, self._outside = Attribution(), None, None

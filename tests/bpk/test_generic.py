@@ -241,6 +241,16 @@ def test_losses_that_see_samples_differently_are_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("steps", [3, 4], ids=["fewer steps", "as many steps as samples"])
+def test_losses_that_see_samples_along_different_axes_are_refused(steps: int) -> None:
+    """One takes sequences for samples, and the other steps; shapes do not tell where these are as many."""
+    layer, first, second = bpk.extend(nn.Linear(3, 2)), bpk.extend(nn.MSELoss()), bpk.extend(nn.MSELoss())
+    out = layer(torch.randn(steps, 4, 3))
+    loss = first(out.sum(0), torch.zeros(4, 2)) + second(out.sum(1), torch.zeros(steps, 2))
+    with pytest.raises(NotImplementedError, match="Two losses see the samples"), bpk.backpack(E.DiagGGNExact()):
+        loss.backward()
+
+
 def test_a_loss_that_reads_some_rows_only() -> None:
     """What one loss says about rows that another one does not read is kept."""
 

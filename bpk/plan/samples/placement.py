@@ -28,8 +28,8 @@ from bpk.recording.record import Record
 class Placement:
     """What was found: calls behind the root, the number of samples, and rows that are not the samples in order.
 
-    `rows` says, by record, which sample each of its rows belongs to. `left` are modules whose calls were left to
-    autograd, now or in an earlier pass over the same graph.
+    `rows` says, by record, which sample each of its rows belongs to, `axes` along which axis rows are if not in front.
+    `left` are modules whose calls were left to autograd, now or in an earlier pass over the same graph.
     """
 
     root: Record
@@ -37,6 +37,7 @@ class Placement:
     above: list[Record]
     n: int
     rows: dict[Record, Tensor] = field(default_factory=dict)
+    axes: dict[Record, int] = field(default_factory=dict)
     left: list[nn.Module] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -116,6 +117,7 @@ def place(
         left = tuple([k for k, record in enumerate(above) if record not in remaining])
         behind = connections((*found.above, root), sources) if left else None
         remember(root, form, replace(what, left=left, behind=behind))
+    found.axes = {record: record.shifted for record in found.above}  # another loss may move them
     return found
 
 

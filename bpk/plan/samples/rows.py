@@ -17,10 +17,11 @@ from bpk.recording.record import Record
 
 @dataclass
 class Attribution:
-    """By record: the sample of each row, where rows are not the samples in order, and how many there are."""
+    """By record: how many samples there are, along which axis, and the sample of each row that is not in order."""
 
     samples: dict[Record, Tensor] = field(default_factory=dict)
     sizes: dict[Record, int] = field(default_factory=dict)
+    axes: dict[Record, int] = field(default_factory=dict)
     mixed: bool = False
     """Whether samples mix, so that they count as one."""
 
@@ -29,36 +30,29 @@ class Attribution:
 
         Rows that feed no loss have a sample, too (`completed`).
         """
-        samples, n = self.samples.get(record), self.sizes.get(record)
-        n = record.batch_size if n is None else n
+        samples, n = self.samples.get(record), self.batch_size(record)
         return None if samples is None else completed(samples, n), n
 
-    def add(self, records: Iterable[Record], rows: Mapping[Record, Tensor], n: int) -> None:
-        """What one loss says about the rows of calls, whose they are of `n` samples (not named: in order).
+    def add(self, records: Iterable[Record], rows: Mapping[Record, Tensor], axes: Mapping[Record, int], n: int) -> None:
+        """What one loss says about calls: whose their rows are of `n` samples (not named: in order), along which axis.
 
         Raises:
             UnsupportedLayer: If another loss says something else.
         """
         for record in records:
-            samples = rows.get(record)
-            if samples is not None or self.samples:
-                self.add_one(record, samples, n)
-            elif self.sizes.setdefault(record, n) != n:
+            seen, axis = record in self.sizes, axes.get(record, 0)
+            if self.sizes.setdefault(record, n) != n or self.axes.setdefault(record, axis) != axis:
                 raise disagree(record.module)
-
-    def add_one(self, record: Record, samples: Tensor | None, n: int) -> None:
-        """The same about one call, where rows are not the samples in order everywhere."""
-        known = self.samples.get(record)
-        if samples is not None and known is not None and len(samples) == len(known):
-            if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):
-                raise disagree(record.module)
-            samples = torch.where(samples < 0, known, samples)
-        elif record in self.sizes and (samples is None) != (known is None):
-            raise disagree(record.module)
-        if self.sizes.setdefault(record, n) != n:
-            raise disagree(record.module)
-        if samples is not None:
-            self.samples[record] = samples
+            samples, known = rows.get(record), self.samples.get(record)
+            if samples is None or known is None:
+                if seen and samples is not known:
+                    raise disagree(record.module)
+            else:
+                if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):
+                    raise disagree(record.module)
+                samples = torch.where(samples < 0, known, samples)
+            if samples is not None:
+                self.samples[record] = samples
 
     def batch_size(self, record: Record) -> int:
         """`N`."""
@@ -101,7 +95,8 @@ def disagree(module: nn.Module) -> UnsupportedLayer:
     return UnsupportedLayer(
         explain(
             f"Two losses see the samples at '{path_of(module)}' ({type(module).__name__}) differently.",
-            "they have different numbers of samples, or different orders, so that contributions cannot be added up.",
+            "they have different numbers of samples, or these in different orders or along different axes, so that "
+            "contributions cannot be added up.",
             "give all losses of one backward pass the same samples in the same order, batch axis first; or use one "
             "backward pass for each.",
         )
