@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain, warn
@@ -181,7 +180,7 @@ def is_elsewhere(record: Record, rows: Tensor | None, n: int) -> bool:
         return False
     if rows is None:  # nothing to compute, nor to wait for
         return axis_of_data(record) not in (None, record.shifted)
-    return not follows_data(record, rows, torch.ones_like(rows, dtype=torch.bool), n)
+    return not follows_data(record, rows, n)
 
 
 def caution_parts(losses: Mapping[Record, tuple[Sequence[Record], Mapping[Record, Tensor]]]) -> None:

@@ -44,11 +44,11 @@ def check_hypothesis(
     on whatever calls, as long as others are given the samples (a support set beside queries).
     """
     numbers = numbers.to(root.inputs[0].device)
-    if laid_out and not root.is_loss and not follows_data(root, numbers, torch.ones_like(numbers).bool(), n):
+    if laid_out and not root.is_loss and not follows_data(root, numbers, n):
         raise mixed(f"the last call, '{root.path}', has them in another order than the data of the model")
     if proven := by_form(root, above, sources, numbers, n, movable):
         for record in above if laid_out else ():
-            if not follows_data(record, proven[record], torch.ones_like(proven[record]).bool(), n):
+            if not follows_data(record, proven[record], n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
         return out_of_order(root, above, proven, n)
     if only_by_form:
@@ -68,7 +68,8 @@ def check_hypothesis(
                 silent[record] = mat
         try:
             found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
-            if laid_out and not follows_data(record, rows, is_reached(mat.movedim(1 + record.shifted, 1)), n):
+            in_front = mat.movedim(1 + record.shifted, 1)
+            if laid_out and not follows_data(record, torch.where(is_reached(in_front), rows, -1), n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
             if may_be_table(record, rows, n):
                 raise FeedsSeveral(f"row of '{record.path}' may feed several of the {n} samples")
@@ -142,7 +143,7 @@ def by_form(
     Raises:
         NotInFront: If they do but for tables of positions, whose rows feed several samples.
     """
-    if n < 2 or any(record.shifted for record in above):
+    if n < 2:
         return None
     tables = {record for record in above if is_given_numbers(record)}
     found = follow(root, above, sources, n, numbers, movable, tables)

@@ -5,15 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from bpk.plan.samples.decoding import batch_axis, decode
-from bpk.plan.samples.given import (
-    is_as_large_as_given,
-    is_given_data,
-)
-from bpk.plan.samples.hypotheses import (
-    behind_first_axis,
-    has_no_axis,
-    reads_tables,
-)
+from bpk.plan.samples.given import is_as_large_as_given, is_given_data
+from bpk.plan.samples.hypotheses import behind_first_axis, has_no_axis, reads_tables
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -106,9 +99,3 @@ def may_be_in(record: Record, axis: int) -> bool:
     """Whether samples can be along an axis of a layer's input: none that the layer looks at."""
     looks_at = None if record.rule is None else record.rule.acts_on(record.call())
     return looks_at is not None and axis < record.inputs[0].dim() - looks_at
-
-
-def put_back(axes: list[tuple[Record, int]]) -> None:
-    """Move batch axes to where they had been."""
-    for record, axis in axes:
-        record.shift(axis)

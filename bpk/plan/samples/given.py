@@ -150,10 +150,10 @@ def axis_of_data(record: Record) -> int | None:
     return 0 if record.data_axis is None and alike and free_axes(record) != () else record.data_axis
 
 
-def follows_data(record: Record, rows: Tensor, known: Tensor, n: int) -> bool:
+def follows_data(record: Record, rows: Tensor, n: int) -> bool:
     """Whether a call has samples along the first axis of what the model was given, as far as that can be seen.
 
-    Its rows are said to be these samples; those that are not `known`, having no gradient, say nothing.
+    Its rows are said to be these samples; those that have none (-1) say nothing.
     """
     if is_whole(record) and has_them_behind(record, n):
         return False
@@ -161,7 +161,7 @@ def follows_data(record: Record, rows: Tensor, known: Tensor, n: int) -> bool:
     if axis is None or n != record.given[0][0]:
         return True
     steps, count = record.given[0][1], record.batch_size
-    tells = (rows >= 0) & known
+    tells = rows >= 0
     found, number = rows[tells], torch.arange(len(rows), device=rows.device)[tells]
     if record.reads_piece and axis:  # steps of one sample
         return len(found.unique()) <= 1

@@ -160,20 +160,15 @@ def constants_of(module: nn.Module) -> Iterator[Tensor]:
 
 def reads_tables(record: Record, sources: Sources) -> bool:
     """Whether all that a call sees is a table that all samples share: parameters, and buffers of extended modules."""
-    waiting, seen = [record], {record}
-    while waiting:
-        call = waiting.pop()
-        feeders = set(sources.producers(call))
-        fed = sum(bool(source.targets) for source in sources[call].values())
-        data = [x for k, x in enumerate(call.inputs) if call.edges[k][0] is None]
-        params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
-        if len(data) + params + fed < len(call.inputs):
-            return False
-        if data and not are_held(data):
-            return False
-        waiting += feeders - seen
-        seen |= feeders
-    return True
+    return all(is_given_tables(call, sources) for call in (record, *sources.upstream(record)))
+
+
+def is_given_tables(call: Record, sources: Sources) -> bool:
+    """The same of what a call is given by no other."""
+    fed = sum(bool(source.targets) for source in sources[call].values())
+    data = [x for x, (node, _) in zip(call.inputs, call.edges, strict=True) if node is None]
+    params = sum(is_parameter(beyond(edge)[0]) for edge in call.edges if edge[0] is not None)
+    return len(data) + params + fed >= len(call.inputs) and (not data or are_held(data))
 
 
 def is_given_parameters(record: Record) -> bool:
@@ -205,14 +200,9 @@ def require_separate_samples(
 
     Nothing else would notice that the layer mixes them.
     """
+    telling = {r for r, each in rows.items() if r.params and len(each.unique()) == n}
     for record in records:
-        waiting, seen, told = [record], {record}, not record.params
-        while waiting and not told:
-            feeders = set(sources.producers(waiting.pop()))
-            told = any(r.params and r in rows and len(rows[r].unique()) == n for r in feeders)
-            waiting += feeders - seen
-            seen |= feeders
-        if not told:
+        if record.params and telling.isdisjoint(sources.upstream(record)):
             raise mixed(f"{record.where} has one for {n} samples")
 
 
