@@ -24,15 +24,7 @@ from bpk.plan.objective import (
 )
 from bpk.plan.quantity import Quantity
 from bpk.plan.read_statistics import require_statistics_unread
-from bpk.plan.samples.cautions import (
-    caution_axis,
-    caution_batch_of_one,
-    caution_layout,
-    caution_one_sample,
-    caution_parts,
-    caution_rows,
-)
-from bpk.plan.samples.given import with_last_call
+from bpk.plan.samples.cautions import caution, caution_parts
 from bpk.plan.samples.placement import Placement, one_sample
 from bpk.plan.samples.rows import Attribution, require_undissolved
 from bpk.plan.samples.whole_batch import place_or_merge
@@ -139,12 +131,7 @@ class Inspection:
             require_layers(root, above, bool(placement.left), self.sources, self.extensions)
             caution_coupling(root, node, self.extensions, placement.rows.get(root), placement.n)
         if self.merged is None:
-            calls = with_last_call(root, above)
-            caution_batch_of_one(root, calls, placement.n)
-            caution_one_sample(root, calls, placement.n, self.sources)
-            caution_layout(root, calls, placement.n, placement.rows)
-            caution_rows(root, calls, placement.n, placement.rows)
-            caution_axis(root, calls, placement.n, placement.rows)
+            caution(root, above, placement.n, placement.rows, self.sources)
         for record in above:
             self.require(record)
         self.require_samples(above)

@@ -70,10 +70,11 @@ class Sources(dict[Record, dict[int, Source]]):
             found: dict[Record, None] = {}
             waiting = [record]
             while waiting:
-                for producer in self.producers(waiting.pop()):
-                    if producer not in found:
-                        found[producer] = None
-                        waiting.append(producer)
+                for source in self[waiting.pop()].values():
+                    for producer, _ in source.targets:
+                        if producer not in found:
+                            found[producer] = None
+                            waiting.append(producer)
             self.descent[record] = list(found)
         return self.descent[record].copy()
 

@@ -9,7 +9,15 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain, warn
-from bpk.plan.samples.given import axis_of_data, follows_data, free_axes, is_given_data, is_of_data, is_told
+from bpk.plan.samples.given import (
+    axis_of_data,
+    follows_data,
+    free_axes,
+    is_given_data,
+    is_of_data,
+    is_told,
+    with_last_call,
+)
 from bpk.plan.samples.hypotheses import are_listed, one_by_one
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
@@ -30,6 +38,22 @@ PARTED: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told that others see other rows."""
 
 
+def caution(root: Record, above: list[Record], n: int, rows: Mapping[Record, Tensor], sources: Sources) -> None:
+    """Tell the user what is a guess about the `n` samples behind a loss, of whose calls these are the `rows`."""
+    calls = with_last_call(root, above)
+    caution_batch_of_one(root, calls, n)
+    caution_one_sample(root, calls, n, sources)
+    caution_layout(root, calls, n, rows)
+    caution_rows(root, calls, n, rows)
+    caution_axis(root, calls, n, rows)
+
+
+def tell(told: WeakSet[nn.Module], loss: Record, what: str, why: str, do: str) -> None:
+    """Tell the user, and note for which loss."""
+    told.add(loss.module)
+    warn(explain(what, why, do))
+
+
 def caution_batch_of_one(root: Record, above: list[Record], n: int) -> None:
     """Tell the user once where rows are taken for samples, and the model was given a single one.
 
@@ -43,13 +67,12 @@ def caution_batch_of_one(root: Record, above: list[Record], n: int) -> None:
         return
     if are_listed(above, n) or one_by_one(root, above):
         return
-    CAUTIONED.add(root.module)
-    warn(
-        explain(
-            f"The model was given one row, and the {n} rows of '{root.path}' are taken for samples.",
-            "functions merge axes in front of all layers, and nothing tells whether these are samples or parts of one.",
-            "give the model at least two samples, or merge axes behind its first layer.",
-        )
+    tell(
+        CAUTIONED,
+        root,
+        f"The model was given one row, and the {n} rows of '{root.path}' are taken for samples.",
+        "functions merge axes in front of all layers, and nothing tells whether these are samples or parts of one.",
+        "give the model at least two samples, or merge axes behind its first layer.",
     )
 
 
@@ -64,13 +87,12 @@ def caution_one_sample(root: Record, above: Sequence[Record], n: int, sources: S
     known = [record for record in above if record.knows_batch and record.batch_size == 1]
     if not known or any(is_of_data(each) for record in known for each in (record, *sources.upstream(record))):
         return
-    CAUTIONED.add(root.module)
-    warn(
-        explain(
-            f"The model was given {root.batch_size} rows, and all are taken for one sample.",
-            f"{known[-1].where} has a batch of one, and nothing tells whether that is a part of them or beside them.",
-            "give the model another number of rows than an axis of that layer has, or a batch axis.",
-        )
+    tell(
+        CAUTIONED,
+        root,
+        f"The model was given {root.batch_size} rows, and all are taken for one sample.",
+        f"{known[-1].where} has a batch of one, and nothing tells whether that is a part of them or beside them.",
+        "give the model another number of rows than an axis of that layer has, or a batch axis.",
     )
 
 
@@ -101,14 +123,13 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
     kept = any(record.knows_batch or (n != count and record not in rows and record.batch_size == n) for record in above)
     if kept or not seen or not in_rows or any(is_of_data(record) for record in seen):
         return
-    ROWS.add(root.module)
     groups = "each is taken for a sample" if n == count else f"each {count // n} in a row are taken for a sample"
-    warn(
-        explain(
-            f"The model was given {counts[0]} rows, and of the {count} rows of '{root.path}' {groups}.",
-            "functions pick, repeat or join rows in front of all layers, and nothing tells which sample these are of.",
-            "pick them behind the first layer, or ignore those that do not count in the loss (ignore_index, weights).",
-        )
+    tell(
+        ROWS,
+        root,
+        f"The model was given {counts[0]} rows, and of the {count} rows of '{root.path}' {groups}.",
+        "functions pick, repeat or join rows in front of all layers, and nothing tells which sample these are of.",
+        "pick them behind the first layer, or ignore those that do not count in the loss (ignore_index, weights).",
     )
 
 
@@ -129,14 +150,13 @@ def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[
     seen = [record for record in above if axis_of_data(record) is not None and record.given[0][:2] == (n, n)]
     if not seen or any(record.data_axis is not None for record in seen):
         return
-    TOLD.add(root.module)
-    warn(
-        explain(
-            f"The model was given {n} rows of {n}, and which of the two are samples behind functions of them is a "
-            f"guess: along the first axis of the input of '{seen[-1].path}'.",
-            f"the rows of '{root.path}' are in another order, so that one of the two was transposed.",
-            "use a batch that is not as large as the second axis is long, or a layer in front of the functions.",
-        )
+    tell(
+        TOLD,
+        root,
+        f"The model was given {n} rows of {n}, and which of the two are samples behind functions of them is a "
+        f"guess: along the first axis of the input of '{seen[-1].path}'.",
+        f"the rows of '{root.path}' are in another order, so that one of the two was transposed.",
+        "use a batch that is not as large as the second axis is long, or a layer in front of the functions.",
     )
 
 
@@ -162,15 +182,14 @@ def caution_axis(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
     may_be_classes = len(seen) == 2 and (n in shape or any(record.shifted for record in above))
     if shape[0] != n and (not second or may_be_classes):
         return
-    AXES.add(root.module)
-    warn(
-        explain(
-            f"The {n} rows of '{root.path}' are taken for samples, and do not seem to be the {shape[0]} that the model "
-            "was given.",
-            "samples are along the first axis of what a loss is given, and the model's seem to be along another one.",
-            "give the loss samples first: x.transpose(0, 1), torch.stack(..., 1). If its rows are samples, nothing is "
-            "needed.",
-        )
+    tell(
+        AXES,
+        root,
+        f"The {n} rows of '{root.path}' are taken for samples, and do not seem to be the {shape[0]} that the model "
+        "was given.",
+        "samples are along the first axis of what a loss is given, and the model's seem to be along another one.",
+        "give the loss samples first: x.transpose(0, 1), torch.stack(..., 1). If its rows are samples, nothing is "
+        "needed.",
     )
 
 
@@ -197,13 +216,12 @@ def caution_parts(losses: Mapping[Record, tuple[Sequence[Record], Mapping[Record
         samples, known = rows[below[-1]], first.setdefault(below[-1], rows[below[-1]])
         if known is samples or bool(((samples >= 0) & (known >= 0)).any()):
             continue
-        PARTED.add(loss.module)
-        warn(
-            explain(
-                f"'{loss.path}' sees other rows than a loss before, of the {len(samples)} that the model was given.",
-                "sample k of one loss counts as sample k of the other, as for two views of one sample, so that what "
-                "belongs to a sample is a sum over several rows.",
-                "if they are different samples, give all rows to one loss (to weight them: a loss module of your own), "
-                "or use one backward pass for each loss.",
-            )
+        tell(
+            PARTED,
+            loss,
+            f"'{loss.path}' sees other rows than a loss before, of the {len(samples)} that the model was given.",
+            "sample k of one loss counts as sample k of the other, as for two views of one sample, so that what "
+            "belongs to a sample is a sum over several rows.",
+            "if they are different samples, give all rows to one loss (to weight them: a loss module of your own), "
+            "or use one backward pass for each loss.",
         )

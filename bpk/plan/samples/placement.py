@@ -190,16 +190,16 @@ def left_at_once(root: Record, above: list[Record], sources: Sources) -> list[Re
     """The calls that autograd passes wherever the samples are: those without a rule, and without a batch axis."""
     one = root.batch_size == 1  # to one sample, all belongs
     left = list[Record]()
-    for r in above:
-        if r.rule is None:
-            left.append(r)
-            continue
-        fed = [source for source in sources[r].values() if source.targets]
-        if fed and not one:
-            continue
-        given = (one or is_given_parameters(r)) and has_no_axis(r)
-        if given or (not fed and computes_parameter(r)):
-            left.append(r)
+    for record in above:
+        fed = False
+        for source in sources[record].values():
+            fed = fed or bool(source.targets)
+        if record.rule is None:
+            left.append(record)
+        elif not fed or one:
+            given = (one or is_given_parameters(record)) and has_no_axis(record)
+            if given or (not fed and computes_parameter(record)):
+                left.append(record)
     return left
 
 
@@ -210,10 +210,12 @@ def computes_parameter(record: Record) -> bool:
 
 def is_moved(root: Record, above: list[Record], sources: Sources, second_order: bool) -> bool:
     """Whether anything in the graph might have moved or merged the batch axis."""
-    n = root.batch_size
-    for record in above:
+    n, calls = root.batch_size, with_last_call(root, above)
+    before = False  # whether there are functions in front of all layers
+    for record in calls:
         if (second_order or record.params) and record.batch_size != n:
             return True
+        before = before or bool(record.params and record.given and record.given[0][:1] != (n,))
     for record in (*above, root):
         for index, source in sources[record].items():
             if source.targets and (source.stretch is not None or (not record.aligned and record.axis(index))):
@@ -221,6 +223,4 @@ def is_moved(root: Record, above: list[Record], sources: Sources, second_order: 
             for producer, edge in source.targets:
                 if not producer.aligned and producer.out_axis(producer.places[edge[1]]):
                     return True
-    calls = with_last_call(root, above)
-    before = any(r.params and r.given and r.given[0][:1] != (n,) for r in calls)  # functions in front of all layers
     return before and bool(of_what_was_given(root, calls))

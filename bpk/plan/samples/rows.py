@@ -30,7 +30,8 @@ class Attribution:
 
         Rows that feed no loss have a sample, too (`completed`).
         """
-        samples, n = self.samples.get(record), self.batch_size(record)
+        samples, n = self.samples.get(record), self.sizes.get(record)
+        n = record.batch_size if n is None else n
         return None if samples is None else completed(samples, n), n
 
     def add(self, records: Iterable[Record], rows: Mapping[Record, Tensor], axes: Mapping[Record, int], n: int) -> None:
