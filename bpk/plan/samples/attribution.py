@@ -116,7 +116,7 @@ class Trials:
         of.
         """
         root, calls = self.root, self.calls
-        found = self.as_given() or self.in_simplest_order() or self.as_picked(sure=True, complete=False)
+        found = self.as_given() or self.as_picked(sure=True, complete=False)
         if found:
             return found
         refusal: UnsupportedLayer | NotInFront | None = None
@@ -191,17 +191,6 @@ class Trials:
                     tables.append(error)
         if tables:
             raise min(tables, key=lambda error: error.missing)
-        return None
-
-    def in_simplest_order(self) -> Found | None:
-        """The first hypothesis, if it follows from the form of the graph: with rows that were picked it would not.
-
-        Raises:
-            NotInFront: If it does but for layers that read tables.
-        """
-        with suppress(UnsupportedLayer, IndexError, StopIteration):
-            n, movable, in_front = hypotheses(self.root, self.calls)[0]
-            return n, self.test(next(numberings(self.root.batch_size, n, in_front)), n, movable, only_by_form=True)
         return None
 
     def as_picked(self, sure: bool, complete: bool) -> Found | None:
