@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.context import disable
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.function_module import standing_for
+from bpk.jacobians.core.function_module import class_standing_for
 from bpk.jacobians.second_order.fused import StandIns
 from bpk.jacobians.second_order.twice import TWICE
 from bpk.recording.context.state import CTX
@@ -60,7 +60,7 @@ def embedding(
     return torch.where((input == padding_idx % len(weight))[..., None], found.detach(), found)
 
 
-BAGS = standing_for(nn.EmbeddingBag, "F.embedding_bag")
+BAGS = class_standing_for(nn.EmbeddingBag, "F.embedding_bag")
 """The class of what its rule is asked about."""
 
 

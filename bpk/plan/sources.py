@@ -14,14 +14,10 @@ from bpk.plan.passes_inside import require_no_pass_inside
 from bpk.recording import engine
 from bpk.recording.before import GIVEN
 from bpk.recording.context.surroundings import reentrant
-from bpk.recording.graph.attention_kernels import recover_attention
-from bpk.recording.graph.convolutions import recover_convolution
 from bpk.recording.graph.nodes import Edge, leaf_of
-from bpk.recording.graph.normalizations import recover_normalization
 from bpk.recording.graph.ownership import owner_of
-from bpk.recording.graph.parameter_products import recover_product
+from bpk.recording.graph.recovery import recover
 from bpk.recording.graph.side_effects import beyond, make_quiet
-from bpk.recording.graph.sums import recover_sum
 from bpk.recording.membership import ExtendedParameters
 from bpk.recording.record import Record
 
@@ -119,9 +115,7 @@ def recovered(
 
     `behind` is the node from which the edge comes, if it is no call's; `given` are the shapes that the model was given.
     """
-    found = recover_attention(edge, again) or recover_product(edge, extended, again, behind)
-    found = found or recover_convolution(edge, extended, again) or recover_normalization(edge, extended, again)
-    found = found or recover_sum(edge)
+    found = recover(edge, extended, again, behind)
     if found is not None:
         found.given = found.given or given
     return found

@@ -17,7 +17,7 @@ class Plain:
     """Mixed into a module that is no layer: `extend` does not record its calls, autograd carries columns through it."""
 
 
-def standing_for(layer: type[nn.Module], function: str) -> type[nn.Module]:
+def class_standing_for(layer: type[nn.Module], function: str) -> type[nn.Module]:
     """A class of modules that stand for calls of a function, served by the rule of a layer."""
     return type(f"{layer.__name__}Function", (layer, Plain), {"__doc__": f"Stands for a call of `{function}`."})
 

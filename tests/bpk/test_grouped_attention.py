@@ -178,18 +178,9 @@ def test_a_layer_that_is_the_kernel_it_has_chosen() -> None:
 
 
 # ---- what a node keeps -------------------------------------------------------------------------------------
-class Faked:
-    """A node of this name that keeps these things."""
-
-    def __init__(self, name: str) -> None:
-        self.called = name
-
-    def name(self) -> str:
-        return self.called
-
-
-def node_with(*names: str) -> Any:
-    return type("Node", (Faked,), {f"_saved_{name}": None for name in names})(FLASH)
+def node_with(*names: str, kind: str = FLASH) -> Any:
+    """A node that keeps these things."""
+    return type(kind, (), {f"_saved_{name}": None for name in names})()
 
 
 NAMES = ("query", "key", "value", "output", "dropout_p", "is_causal", "scale", "attn_mask")
@@ -201,7 +192,7 @@ def test_a_node_that_keeps_something_else_is_not_read() -> None:
         assert not names_of_call(node_with(*(set(NAMES) - {name}), "renamed"))
         assert not names_of_call(node_with(*(set(NAMES) - {name})))
     assert not names_of_call(node_with(*NAMES, "window_size"))
-    assert not names_of_call(type("Node", (Faked,), {})("ScaledDotProductNewAttentionBackward0"))
+    assert not names_of_call(node_with(*NAMES, kind="ScaledDotProductNewAttentionBackward0"))
 
 
 def test_present_but_none_is_not_missing() -> None:

@@ -7,11 +7,11 @@ it, and the rule of the function serves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.jacobians.attention.function import ScaledDotProductAttention
@@ -19,18 +19,17 @@ from bpk.jacobians.core.errors import explain, warn
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
-from bpk.recording.graph.kept import kept_by
-from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ownership import can_be_written_down, give
+from bpk.recording.graph.identity import name_of
+from bpk.recording.graph.unseen import Unseen, standing_for
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
 MASKS = {
-    "ScaledDotProductFlashAttentionForCpuBackward": ("attn_mask",),
-    "ScaledDotProductFlashAttentionBackward": (),
-    "ScaledDotProductEfficientAttentionBackward": ("attn_bias",),
-    "ScaledDotProductCudnnAttentionBackward": ("attn_bias",),
-    "ScaledDotProductFusedAttentionOverrideableBackward": ("attn_bias",),
+    "ScaledDotProductFlashAttentionForCpu": ("attn_mask",),
+    "ScaledDotProductFlashAttention": (),
+    "ScaledDotProductEfficientAttention": ("attn_bias",),
+    "ScaledDotProductCudnnAttention": ("attn_bias",),
+    "ScaledDotProductFusedAttentionOverrideable": ("attn_bias",),
 }
 """The nodes of fused attention, on processors and on GPUs, and where they keep a mask."""
 
@@ -46,11 +45,10 @@ class FusedAttention(ScaledDotProductAttention, Plain):
 
 
 @lru_cache(maxsize=64)
-def attention(is_causal: bool, scale: float | None, grouped: bool) -> FusedAttention:
-    """One module for all calls with the same options: what is known of a graph's form is found by its modules."""
-    module = FusedAttention(is_causal, scale, grouped)
-    module.__dict__["_bpk_path"] = "F.scaled_dot_product_attention"
-    return module
+def attention(is_causal: bool, scale: float | None, grouped: bool) -> nn.Module:
+    """What stands for the layer."""
+    name = "F.scaled_dot_product_attention"
+    return standing_for(FusedAttention, name, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
 def names_of_call(node: Node) -> tuple[str, ...]:
@@ -59,7 +57,7 @@ def names_of_call(node: Node) -> tuple[str, ...]:
     A name that is missing, or one that is not known, may stand for an option that has been renamed or added: such a
     node is left to autograd.
     """
-    masks = MASKS.get(node.name().removesuffix("0"))
+    masks = MASKS.get(name_of(type(node)))
     if masks is None:
         return ()
     wanted, names = (*TENSORS, *OPTIONS, *masks), engine.saved_names(type(node))
@@ -80,7 +78,8 @@ class SavedInside:
     @cached_property
     def kernel(self) -> Node | None:
         """The fused attention."""
-        found = [node for node in between(self.node, self.ends.__contains__) if names_of_call(node)]
+        inside = between(self.node, self.ends.__contains__)
+        found = [node for node in inside if name_of(type(node)) in MASKS and names_of_call(node)]
         return found[0] if len(found) == 1 else None
 
     def __call__(self, name: str) -> Tensor | None:
@@ -88,7 +87,7 @@ class SavedInside:
         return kept if kept is not None or self.kernel is None else engine.saved_tensor(self.kernel, name)
 
 
-def misread(module: FusedAttention, inputs: Sequence[Tensor], mask: Tensor, output: Tensor) -> bool:
+def misread(module: nn.Module, inputs: Sequence[Tensor], mask: Tensor, output: Tensor) -> bool:
     """Whether the kernel took other numbers than those of the mask, so that what came out is no attention.
 
     The one for processors does (seen in torch 2.13), with 16 keys or more, where the mask is in single precision and
@@ -105,16 +104,13 @@ def misread(module: FusedAttention, inputs: Sequence[Tensor], mask: Tensor, outp
     return not right
 
 
-def recover_attention(edge: Edge, again: Callable[[], bool]) -> Record | None:
-    """The record of a fused attention kernel, from its node; `None` for all others.
-
-    `again` tells whether one inside of a checkpoint may be computed again for that.
-    """
-    node, nr = edge
-    names = names_of_call(node) if node is not None and nr == 0 else ()
-    if node is None or not names or not can_be_written_down(node, names[0], again):
+def read_attention(call: Unseen) -> Record | None:
+    """The record of a fused attention kernel; `None` where it drops weights, or its mask is to be differentiated."""
+    names = names_of_call(call.node)
+    kept = call.kept(*names) if names else None
+    if kept is None:
         return None
-    query, key, value, output, dropout, is_causal, scale, *masks = kept_by(node, *names)
+    query, key, value, output, dropout, is_causal, scale, *masks = kept
     given = [mask for mask in masks if mask is not None]
     if dropout or any(mask.requires_grad for mask in given) or not all(x.dim() == 4 for x in (query, key, value)):
         return None
@@ -125,9 +121,4 @@ def recover_attention(edge: Edge, again: Callable[[], bool]) -> Record | None:
     rule = REGISTRY.find(module)
     assert rule is not None
     binding = rule.bind(module, (query, key, value, *given), {})
-    if binding.problem:
-        return None
-    edges = tuple(node.next_functions[:3]) + ((None, 0),) * len(given)
-    record = Record(module, rule, binding, binding.inputs, edges, {0: output.detach()}, {0: 0})
-    give(node, record)
-    return record
+    return None if binding.problem else call.written(module, *binding.inputs, binding=binding, output=output.detach())

@@ -6,6 +6,7 @@ are recognised exactly, with the order of their rows; what is not is left to the
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,8 +15,9 @@ from torch.autograd.graph import Node
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.rule import Rule
+from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
-from bpk.recording.graph.identity import IDENTITIES, function_name
+from bpk.recording.graph.identity import name_of
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, leaf_of
 from bpk.recording.graph.parameter_operands import SAME_ORDER, axes_of
 from bpk.recording.graph.parameter_products import FUNCTIONS, LinearFunction
@@ -59,25 +61,14 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
     if not call.batch_size:
         return []
     found: list[InnerProduct] = []
-    start, read, products, sums = record.edges[0], {here: 0}, list[Node](), dict[Node | None, Node]()
-    ends, waiting = {edge[0] for edge in record.edges}, [here]
-    while waiting:
-        node = waiting.pop()
-        edges, name = node.next_functions, function_name(node)
-        if name in OF_MATRICES:
-            products.append(node)
-        elif name == "Add":
-            sums[follow(edges[0])[0][0]] = node
-        for above, _ in edges:
-            if above in read:
-                read[above] += 1
-            elif above is not None:
-                read[above] = 1
-                if above not in ends:
-                    waiting.append(above)
+    start = record.edges[0]
+    inside = list(between(here, {edge[0] for edge in record.edges}.__contains__))
+    read = Counter(above for node in inside for above, _ in node.next_functions)
+    products = [node for node in inside if name_of(type(node)) in OF_MATRICES]
+    sums = {follow(node.next_functions[0])[0][0]: node for node in inside if name_of(type(node)) == "Add"}
     last, moved = follow((here, 0), tuple(call.output.shape[:2])[:: -1 if record.out_axis(0) else 1])
     for node in products:
-        (left, place), (_, right) = OPERANDS[function_name(node)]
+        (left, place), (_, right) = OPERANDS[name_of(type(node))]
         names = names_in_layer(record, rule.inside, node, sums.get(node), right, read)
         if "weight" not in names:
             continue
@@ -97,27 +88,27 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
 
 
 def names_in_layer(
-    record: Record, inside: dict[str, str], node: Node, added: Node | None, right: int, read: dict[Node, int]
+    record: Record, inside: dict[str, str], node: Node, added: Node | None, right: int, read: Counter[Node | None]
 ) -> dict[str, str]:
     """What the layer calls the weight and the bias of a product, where these are used there and nowhere else."""
 
-    def name_of(edge: Edge) -> str:
+    def named(edge: Edge) -> str:
         leaf = leaf_of(edge[0]) if edge[0] is not None and read[edge[0]] == 1 else None
         return next((name for name, p in record.params.items() if p is leaf), "")
 
     turn = node.next_functions[right][0]
-    turned = turn is not None and read[turn] == 1 and turn.name() == "TBackward0"
-    weight = name_of(turn.next_functions[0]) if turn is not None and turned else ""
+    turned = turn is not None and read[turn] == 1 and name_of(type(turn)) == "T"
+    weight = named(turn.next_functions[0]) if turn is not None and turned else ""
     if weight not in inside:
         return {}
     if right == 2:  # torch.addmm
         scaled = engine.saved(node, "alpha") != 1 or engine.saved(node, "beta") != 1
-        bias, needed = "" if scaled else name_of(node.next_functions[0]), True
+        bias, needed = "" if scaled else named(node.next_functions[0]), True
     else:
         above = None if added is None else added.next_functions[0][0]
         alone = above is not None and read[node] == read[above] == 1
         unscaled = added is not None and alone and engine.saved(added, "alpha") == 1
-        bias, needed = name_of(added.next_functions[1]) if added is not None and unscaled else "", False
+        bias, needed = named(added.next_functions[1]) if added is not None and unscaled else "", False
     if bias == inside[weight]:
         return {"weight": weight, "bias": bias}
     return {} if needed and node.next_functions[0][0] is not None else {"weight": weight}
@@ -130,11 +121,11 @@ def follow(edge: Edge, lead: tuple[int, ...] = (), stop: Edge = (None, 0)) -> tu
     """
     turned = False
     while (node := edge[0]) is not None and edge != stop:
-        if node.name() == "TransposeBackward0" and not turned:
+        if (name := name_of(type(node))) == "Transpose" and not turned:
             shape, turned = engine.output_shapes(node)[0], True
             if tuple(shape[:-1]) != lead or axes_of(node, 3) != (1, 0, 2):
                 break
-        elif node.name() not in SAME_ORDER and type(node) not in IDENTITIES:
+        elif name not in SAME_ORDER and name != "Identity":
             break
         edge = node.next_functions[0]
     return edge, turned

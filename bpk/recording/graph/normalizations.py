@@ -1,13 +1,11 @@
-"""Normalisations without a layer: `F.layer_norm(x, shape, self.weight, self.bias)`, found in autograd's graph.
+"""Normalisations without a layer: `F.layer_norm(x, shape, self.weight, self.bias)`.
 
 So do subclasses of `nn.LayerNorm` and the like that have a forward pass of their own. The node keeps input, statistics
-and most options, and leads to the parameters. As with products (`parameter_products.py`), the call is written down from
-it during the backward pass, as if a layer had made it.
+and most options, and leads to the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,16 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.function_module import standing_for
 from bpk.recording import engine
-from bpk.recording.graph.convolutions import module_of
-from bpk.recording.graph.identity import function_name
-from bpk.recording.graph.kept import kept_by
-from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ownership import LEFT, can_be_written_down, give
-from bpk.recording.graph.parameter_operands import is_of_parameters, parameter_at
+from bpk.recording.graph.identity import name_of
+from bpk.recording.graph.unseen import Unseen, standing_for
 from bpk.recording.record import Record
-from bpk.rules import REGISTRY
 
 
 @dataclass(frozen=True)
@@ -75,53 +67,31 @@ KEPT: dict[str, tuple[str, ...]] = {
 
 @cache
 def stand_in(name: str) -> nn.Module:
-    """What stands for the layer: one for all calls, because what is known of a graph's form is found by its modules."""
-    layer, function = LAYERS[name]
-    return module_of(standing_for(layer, function), function)
+    """What stands for the layer."""
+    return standing_for(*LAYERS[name])
 
 
-def recover_normalization(edge: Edge, extended: Container[Tensor], again: Callable[[], bool]) -> Record | None:
-    """The record of a normalisation with a parameter, from its node; `None` for all others.
+def read_normalization(call: Unseen) -> Record | None:
+    """The record of a normalisation with a parameter; `None` of others.
 
     One with the statistics of its batch is left to autograd.
-
-    Args:
-        edge: Leads to the node.
-        extended: The parameters that get fields.
-        again: Tells whether what a checkpoint has dropped may be computed again for that.
     """
-    node = edge[0]
-    if node is None or (kind := function_name(node)) not in LAYERS or not can_be_written_down(node, "input", again):
-        return None
-    if not {"input", "weight", *KEPT[kind]} <= engine.saved_names(type(node)):
+    kind = name_of(type(call.node))
+    if not {"input", "weight", *KEPT[kind]} <= engine.saved_names(type(call.node)):
         return None  # another version of torch
-    if edge[1]:  # its statistics are used: nobody shall write it down
-        engine.belongings(node)[LEFT] = True
+    params = call.weight_and_bias()
+    if not params or ("training" in KEPT[kind] and engine.saved(call.node, "training")):
         return None
-    given, *others = node.next_functions
-    params: dict[str, Tensor] = {}
-    for name, (above, _) in zip(("weight", "bias"), others, strict=True):
-        if above is None:
-            continue  # there is none, or it is frozen
-        found = parameter_at(above)
-        if found is None or found not in extended or found is params.get("weight"):
-            return None
-        params[name] = found
-    if not params or is_of_parameters(given[0]) or ("training" in KEPT[kind] and engine.saved(node, "training")):
+    kept = call.given_to_layer(params, 0, "input", "weight", *KEPT[kind])
+    if kept is None or not kept[0].numel():
         return None
-    x, weight, *kept = kept_by(node, "input", "weight", *KEPT[kind])  # at once: a checkpoint computes all of it again
-    if weight is not None:
-        params = {"weight": weight, **params}  # also a frozen one
-    if not x.numel() or any(p.device != x.device for p in params.values()):
-        return None
-    options = options_of(kind, x, *kept)
+    x, weight, *others = kept
+    options = options_of(kind, x, *others)
     if options is None:
         return None
-    module, out = stand_in(kind), engine.like_output(node)  # no rule reads it
-    binding = Binding(options, (x,))
-    record = Record(module, REGISTRY.find(module), binding, (x,), (given,), {0: out}, {0: 0}, params=params)
-    give(node, record)
-    return record
+    if weight is not None:
+        params = {"weight": weight, **params}  # also a frozen one
+    return call.written(stand_in(kind), x, params=params, binding=Binding(options, (x,)))
 
 
 def options_of(kind: str, x: Tensor, *kept: Any) -> Options | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
 from bpk.recording.activations import forget
@@ -35,15 +33,6 @@ def owner_of(node: Node) -> Record | None:
     """The recorded call that a graph node belongs to."""
     record: Record | None = engine.belongings(node).get(OWNER)
     return record
-
-
-def can_be_written_down(node: Node, kept: str = "", again: Callable[[], bool] = lambda: False) -> bool:
-    """Whether nobody has recorded a node's call, or left it to autograd, and what it keeps under a name can be read.
-
-    Without a name, nothing of what it keeps is needed. If a checkpoint has it, `again` tells whether it may be asked.
-    """
-    owned = engine.belongings(node)
-    return not owned.get(LEFT) and OWNER not in owned and not (kept and is_checkpointed(node, kept) and not again())
 
 
 def leave_to_autograd(record: Record, node: Node) -> None:

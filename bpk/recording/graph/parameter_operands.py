@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from torch import nn
@@ -9,24 +10,18 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.arrangement import AXES, SHAPE, Arrangement, Step
 from bpk.recording import engine
+from bpk.recording.graph.identity import name_of
 from bpk.recording.graph.nodes import is_of_leaves, leaf_of, signed
 
-TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
-"""Nodes that exchange axes."""
-CAST = "ToCopyBackward0"
-"""The node that changes the precision (autocast)."""
-RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-SAME_ORDER = (
-    *RESHAPES,
-    "UnsqueezeBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "CloneBackward0",
-    "AliasBackward0",
-    CAST,
-)
-"""Nodes that keep the entries of a tensor in their order."""
-REPEATS = "ExpandBackward0"
+TRANSPOSES = ("T", "Transpose", "Permute")
+"""Functions that exchange axes."""
+CAST = "ToCopy"
+"""The one that changes the precision (autocast)."""
+RESHAPES = ("View", "UnsafeView", "ReshapeAlias")
+SAME_ORDER = (*RESHAPES, "Unsqueeze", "Squeeze", "Clone", "Alias", CAST)
+"""Those that keep the entries of a tensor in their order."""
+REARRANGING = (*TRANSPOSES, *SAME_ORDER)
+REPEATS = "Expand"
 
 
 def weight_of(node: Node | None, right: bool) -> tuple[nn.Parameter, Arrangement] | None:
@@ -34,7 +29,7 @@ def weight_of(node: Node | None, right: bool) -> tuple[nn.Parameter, Arrangement
 
     Several matrices are one where each is the same, or where there is but one; else samples may have their own.
     """
-    if node is not None and node.name() == REPEATS:  # one matrix for each row
+    if node is not None and name_of(type(node)) == REPEATS:  # one matrix for each row
         before, after = tuple(engine.saved(node, "self_sym_sizes")), tuple(engine.output_shapes(node)[0])
         if before[-2:] != after[-2:] or prod(before[:-2]) != 1:
             return None
@@ -45,7 +40,7 @@ def weight_of(node: Node | None, right: bool) -> tuple[nn.Parameter, Arrangement
     shape, steps = tuple(weight.shape), list[Step]()
     for one in reversed(walk):
         shape = tuple(engine.output_shapes(one)[0])
-        steps.append((AXES, axes_of(one, len(shape))) if one.name() in TRANSPOSES else (SHAPE, shape))
+        steps.append((AXES, axes_of(one, len(shape))) if name_of(type(one)) in TRANSPOSES else (SHAPE, shape))
     if len(shape) < 2 or prod(shape[:-2]) != 1:
         return None
     steps += [(SHAPE, shape[-2:])] if len(shape) > 2 else []
@@ -59,11 +54,16 @@ def parameter_behind(node: Node | None) -> tuple[nn.Parameter | None, list[Node]
     They may be cast once, to the precision of the product. Where they are cast back, they were rounded on purpose.
     """
     walk: list[Node] = []
-    while node is not None and (node.name() in TRANSPOSES or node.name() in SAME_ORDER):
+    while node is not None and name_of(type(node)) in REARRANGING:
         walk.append(node)
         node = node.next_functions[0][0]
-    casts = sum(one.name() == CAST for one in walk)
+    casts = [name_of(type(one)) for one in walk].count(CAST)
     return parameter_at(node) if casts < 2 else None, walk
+
+
+def has_own_order(walk: Sequence[Node]) -> bool:
+    """Whether what was rearranged by these nodes still has its entries in their order."""
+    return all(name_of(type(node)) in SAME_ORDER for node in walk)
 
 
 def parameter_at(node: Node | None) -> nn.Parameter | None:
@@ -79,11 +79,12 @@ def is_of_parameters(node: Node | None) -> bool:
 
 def axes_of(node: Node, dim: int) -> tuple[int, ...]:
     """The order in which a node hands on axes."""
-    if node.name() == "PermuteBackward0":
+    name = name_of(type(node))
+    if name == "Permute":
         return tuple(signed(axis) % dim for axis in engine.saved(node, "dims"))
     order = list(range(dim))
-    if node.name() == "TBackward0":
+    if name == "T":
         return tuple(reversed(order))
-    one, other = (signed(engine.saved(node, name)) % dim for name in ("dim0", "dim1"))
+    one, other = (signed(engine.saved(node, axis)) % dim for axis in ("dim0", "dim1"))
     order[one], order[other] = order[other], order[one]
     return tuple(order)

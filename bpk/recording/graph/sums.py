@@ -13,41 +13,27 @@ from functools import cache
 from torch import nn
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.function_module import Plain
 from bpk.recording import engine
-from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ownership import can_be_written_down, give
-from bpk.recording.graph.side_effects import beyond
+from bpk.recording.graph.unseen import Unseen, standing_for
 from bpk.recording.record import Record
-from bpk.rules import REGISTRY
 
-ADD = "AddBackward0"
+ADD = "Add"
 
 
 @cache
 def sum_function() -> nn.Module:
-    """What stands for the layer: one for all calls, because what is known of a graph's form is found by its modules."""
+    """What stands for the layer."""
     from bpk.rules.arithmetic import SumModule  # rules are read when one is looked for first
 
-    class SumFunction(SumModule, Plain):  # type: ignore[misc, valid-type]
-        """Stands for a call of `x + y`."""
-
-    module = SumFunction()
-    module.__dict__["_bpk_path"] = "torch.add"
-    return module
+    return standing_for(SumModule, "torch.add", weights=None)
 
 
-def recover_sum(edge: Edge) -> Record | None:
-    """The record of a sum of two tensors of one kind, from its node; `None` for all others."""
-    node = edge[0]
-    if node is None or not is_sum(node) or not can_be_written_down(node):
+def read_sum(call: Unseen) -> Record | None:
+    """The record of a sum of two tensors of one kind; `None` of others."""
+    if not is_sum(call.node):
         return None
-    terms = tuple(map(beyond, node.next_functions))
-    module, out = sum_function(), engine.like_output(node)
-    record = Record(module, REGISTRY.find(module), Binding(module, (out, out)), (out, out), terms, {0: out}, {0: 0})
-    give(node, record)
-    return record
+    out = engine.like_output(call.node)
+    return call.written(sum_function(), out, out)
 
 
 def is_recovered_sum(record: Record) -> bool:
@@ -57,7 +43,7 @@ def is_recovered_sum(record: Record) -> bool:
 
 def is_sum(node: Node) -> bool:
     """Whether a node adds two tensors that are like its result, real, of which none is a parameter."""
-    if node.name() != ADD or engine.saved(node, "alpha") != 1:
+    if engine.saved(node, "alpha") != 1:
         return False
     kind = engine.kind_of_output(node, 0)
     if kind[1].is_complex or not kind[0]:  # as for layers: autograd knows what to conjugate; numbers have no rows

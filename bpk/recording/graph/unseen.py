@@ -1,0 +1,122 @@
+"""Calls that no hook has seen: functions of parameters and fused kernels, whose nodes in autograd's graph tell of them.
+
+A node keeps the input of its function, and leads to the parameters. From there the call is written down during the
+backward pass, as if a layer had made it. What the function computes, a reader for each kind of function says
+(`recovery.py` lists them); here is what all of them ask a node for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.engine import is_checkpointed
+from bpk.jacobians.core.function_module import Plain, class_standing_for
+from bpk.jacobians.rule import Rule
+from bpk.recording import engine
+from bpk.recording.graph.kept import kept_by
+from bpk.recording.graph.nodes import is_frozen_parameter
+from bpk.recording.graph.parameter_operands import has_own_order, is_of_parameters, parameter_behind
+from bpk.recording.graph.ports import MatrixLayout, Port
+from bpk.recording.record import Record
+from bpk.rules import REGISTRY
+
+
+class Unseen(NamedTuple):
+    """A node whose call nobody has written down, or left to autograd.
+
+    `behind` is the node from which it was reached, if that is no recorded call's. `extended` are the parameters that
+    get fields. `again` tells whether what a checkpoint has dropped may be computed again for the call.
+    """
+
+    node: Node
+    behind: Node | None
+    extended: Container[Tensor]
+    again: Callable[[], bool]
+
+    def weight_and_bias(self) -> dict[str, Tensor] | None:
+        """The parameters that a function is given behind its input, by name; `None`: it is given something else.
+
+        They are so as they are, maybe in another shape or precision. One that is frozen is not known here.
+        """
+        found: dict[str, Tensor] = {}
+        for name, edge in zip(("weight", "bias"), self.node.next_functions[1:], strict=False):
+            if edge[0] is None:
+                continue
+            param, walk = parameter_behind(edge[0])
+            if param is None or param is found.get("weight") or not has_own_order(walk):
+                return None
+            if param.shape != engine.kind_of_output(*edge)[0]:
+                return None
+            found[name] = param
+        return found
+
+    def kept(self, *names: str) -> list[Any] | None:
+        """What the node keeps under some names (`None`: a checkpoint has dropped it, and is not asked)."""
+        return None if is_checkpointed(self.node, names[0]) and not self.again() else kept_by(self.node, *names)
+
+    def given_to_layer(self, params: dict[str, Tensor], place: int, *names: str) -> list[Any] | None:
+        """The same of a layer with these parameters, whose input is kept under the first name, and comes in at a place.
+
+        `None`: the call is left to autograd. Of an input that is made of parameters, rows are no samples.
+        """
+        if any(p not in self.extended for p in params.values()) or is_of_parameters(self.node.next_functions[place][0]):
+            return None
+        kept = self.kept(*names)
+        if kept is None or is_frozen_parameter(kept[0]):
+            return None
+        kind = kept[0].device, kept[0].is_complex()
+        return kept if all((p.device, p.is_complex()) == kind for p in params.values()) else None
+
+    def written(
+        self,
+        module: nn.Module,
+        *inputs: Tensor,
+        params: dict[str, Tensor] | None = None,
+        place: int = 0,
+        binding: Binding | None = None,
+        rule: Rule | None = None,
+        output: Tensor | None = None,
+        layout: MatrixLayout | None = None,
+    ) -> Record:
+        """The record of the call, with what stands for the layer; the inputs come in from a place on.
+
+        An `output` is given if its rule reads it.
+        """
+        output = engine.like_output(self.node) if output is None else output
+        if layout is not None:
+            port = Port(layout=layout)
+            inputs, output = tuple(map(port.one_to_rule, inputs)), port.one_to_rule(output)
+        return Record(
+            module,
+            rule or REGISTRY.find(module),
+            binding or Binding(module, inputs),
+            inputs,
+            self.node.next_functions[place : place + len(inputs)],
+            {0: output},
+            {0: 0},
+            params=params or {},
+            layout=layout,
+        )
+
+
+kind_standing_for = cache(class_standing_for)
+"""Made once for each layer and function."""
+
+
+def standing_for(layer: type[nn.Module], function: str, **options: Any) -> nn.Module:
+    """What stands for a layer: a module that has these options, and no parameters of its own.
+
+    Whoever calls this keeps one for all calls with the same options: what is known of a graph's form is found by its
+    modules.
+    """
+    kind = layer if issubclass(layer, Plain) else kind_standing_for(layer, function)  # type: ignore[arg-type]
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    module.__dict__.update(options, _bpk_path=function)
+    return module
