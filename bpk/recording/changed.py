@@ -6,7 +6,7 @@ attention, which their rules evaluate once more, and it cannot notice `p.data = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,12 +39,11 @@ def is_changed(x: Tensor, known: Stamp) -> bool:
 
 def changed(params: Mapping[str, Tensor], stamps: Sequence[Stamp]) -> list[str]:
     """The parameters of a call that were changed since."""
-    return [name for (name, p), known in zip(params.items(), stamps, strict=False) if is_changed(p, known)]
-
-
-def as_seen(module: nn.Module, params: dict[str, Tensor], gone: Collection[str]) -> dict[str, Tensor]:
-    """The parameters of a call as a rule may see them now, where the values of some are gone."""
-    return {**params, **{name: Changed.of(module, name, params[name]) for name in gone}} if gone else params
+    gone: list[str] = []
+    for name, known in zip(params, stamps, strict=False):
+        if is_changed(params[name], known):
+            gone.append(name)
+    return gone
 
 
 class Changed(Tensor):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,13 @@ from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.activations import forget, store_on
-from bpk.recording.changed import Stamp, as_seen, changed, stamp
+from bpk.recording.changed import Changed, Stamp, changed, stamp
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.connections import Connected
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.hyperparameters import Hyperparameters
 from bpk.recording.membership import path_of
-from bpk.recording.parameters import parameters_of
 
 LIVE: set[weakref.ref[Record]] = set()
 """The records that exist. They say themselves whether they still await a backward pass."""
@@ -73,7 +73,7 @@ class Record(Connected):
         self.module = module
         self.rule = rule
         self.is_loss = rule is not None and rule.is_loss
-        self.params = parameters_of(module, rule) if params is None else params
+        self.params = params or {}
         self.stamps: Sequence[Stamp] = [stamp(p) for p in self.params.values()] if self.params else ()
         self.frozen = [name for name, p in self.params.items() if not p.requires_grad] if self.params else ()
         self.handed: Sequence[weakref.ref[Tensor]] = ()
@@ -125,41 +125,34 @@ class Record(Connected):
         """The layer by its path and its class, for messages."""
         return f"'{path_of(self.module)}' ({type(self.module).__name__})"
 
-    @property
-    def plain(self) -> bool:
-        """Whether the rule sees all tensors as they are."""
-        binding = self.binding
-        moved = self.shifted or binding.axes or binding.out_axes or binding.options is not self.module
-        return not moved and len(self.used) == 1
-
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
         gone, inputs = changed(self.params, self.stamps) if self.params else [], list(self.inputs)
-        form = (self.shifted, *self.used, *gone)
-        known = self.cached is not None and self.cached[0] == form
         for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
             if x._version != version and self.rule is not None and self.rule.reads_values:
                 inputs[index] = self.unchanged(index, self.rule)
-            known = known and self.cached is not None and inputs[index] is self.cached[1][index]
-        if self.cached is None or not known:
+        form, known = (self.shifted, *self.used, *gone), self.cached
+        if known is None or known[0] != form or not all(map(is_, inputs, known[1])):
             call = self.call_on(inputs, gone)
             call.drawn = self.drawn
-            self.cached = form, inputs, call
-        return self.cached[2]
+            known = self.cached = form, inputs, call
+        return known[2]
 
     def call_on(self, inputs: list[Tensor], gone: Sequence[str] = ()) -> Call:
         """The call with these tensors as inputs, as the rule sees them; the values of parameters may be `gone`."""
-        params = as_seen(self.module, self.params, gone)
-        if self.plain:
-            out = self.results[self.used[0]]
-            return Call(
-                self.hyperparameters.as_called(self.module), inputs, params, out, used={self.used[0]: out.shape[1:]}
-            )
-        assert self.rule is not None
+        params = self.params
+        if gone:
+            params = {**params, **{name: Changed.of(self.module, name, params[name]) for name in gone}}
         binding, axes = self.binding, (self.shifted,)
+        options = self.hyperparameters.as_called(binding.options)
+        if (
+            not (self.shifted or binding.axes or binding.out_axes) and len(self.used) == 1
+        ):  # all tensors are as they are
+            out = self.results[self.used[0]]
+            return Call(options, inputs, params, out, used={self.used[0]: out.shape[1:]})
+        assert self.rule is not None
         if self.shifted:
             binding = Binding(binding.options, (), axes * len(inputs), axes * (1 + max(self.results)))
-        options = self.hyperparameters.as_called(binding.options)
         with torch.enable_grad():  # whoever asks first: what is moved has a graph
             output, shapes = self.rule.join(binding, {**self.results}, self.used or list(self.results)[:1])
             return Call(options, binding.seen(inputs), params, output, used=shapes)
@@ -187,7 +180,8 @@ class Record(Connected):
         """The pass is over, and another one may come: what can be computed again is dropped."""
         self.reopen()
         if self.recomputed is not None:
-            self._inputs, self._results, self.cached = None, None, None
+            self.drop()
+            self.cached = None
 
     def close(self) -> None:
         """This use of the parameters is over."""
@@ -200,7 +194,7 @@ class Record(Connected):
         if not keeps_fields and self.stored is not None:
             forget(self.module, self.stored)
         self.stored = self.recomputed = None  # the graph owns the record until the loss is let go
-        self._inputs, self._results, self.cached, self.stamps = (), {}, None, ()
+        self.inputs, self.results, self.cached, self.stamps = (), {}, None, ()
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
 

@@ -19,7 +19,6 @@ from bpk.recording.before import Before, keep
 from bpk.recording.graph.identity import alias, together
 from bpk.recording.graph.nodes import Edge, parameter_edges
 from bpk.recording.graph.ownership import OWNER, give
-from bpk.recording.graph.side_effects import passes_on
 from bpk.recording.membership import parameters_in
 from bpk.recording.record import Record
 
@@ -84,7 +83,8 @@ def at_one_node(results: Mapping[int, Tensor], inputs: tuple[Tensor, ...], befor
         return found
     (out,) = results.values()
     node = out.grad_fn
-    if node is None or OWNER in engine.belongings(node) or passes_on(node) or is_given(out, inputs, before):
+    taken = node is None or OWNER in engine.belongings(node) or type(node) in engine.PASSING_ON
+    if taken or is_given(out, inputs, before):
         return (out.view_as(out),)  # the layer returned its input (nn.Identity, Dropout in evaluation)
     if out._is_view() and not shares_memory(out, inputs):
         return (alias(out),)  # no view of something internal, so that it may be changed in place

@@ -59,11 +59,12 @@ CASES: dict[str, tuple[Function, tuple[int, ...], tuple[int, ...]]] = {
     ),
     "negative eps": (lambda x, w, b: F.layer_norm(x, (3,), w, b, eps=-1e-4), (3, 2, 3), (3,)),
     "groups with a negative eps": (lambda x, w, b: F.group_norm(x, 2, w, b, eps=-1e-4), (3, 4, 2), (4,)),
+    "in another shape": (lambda x, w, b: F.layer_norm(x, (3,), w.flatten(), b.squeeze()), (3, 2, 3), (3, 1)),
     "scaled": (lambda x, w, b: F.layer_norm(x, (3,), 1 + w, b), (3, 2, 3), (3,)),
     "of one parameter": (lambda x, w, b: F.layer_norm(x, (3,), w, w) + b, (3, 2, 3), (3,)),
     "twice": (lambda x, w, b: F.layer_norm(F.layer_norm(x, (3,), w, b).sin(), (3,), w, b), (3, 2, 3), (3,)),
 }
-GENERIC = ("scaled", "of one parameter", "negative eps", "groups with a negative eps")
+GENERIC = ("in another shape", "scaled", "of one parameter", "negative eps", "groups with a negative eps")
 """Weight and bias are not two parameters as they are, or no layer does it: autograd carries columns through."""
 
 

@@ -100,13 +100,8 @@ class HookedTensors:
         self.before = []
 
 
-def passes_on(node: Node | None) -> bool:
-    """Whether a node hands on what it gets, and is there for its effects."""
-    return type(node) in engine.PASSING_ON
-
-
 def beyond(edge: Edge) -> Edge:
-    """Where an edge leads if such nodes are not counted."""
+    """Where an edge leads if nodes are not counted that hand on what they get, and are there for their effects."""
     while type(edge[0]) in engine.PASSING_ON:
         node, number = edge
         assert node is not None
@@ -144,7 +139,7 @@ def quieten(node: Node) -> None:
 def quieten_inside(node: Node, stop: Container[Node | None]) -> None:
     """Make quiet what lies within a call: from the node of its output, up to those of its inputs."""
     for here in between(node, stop.__contains__):
-        if passes_on(here):
+        if type(here) in engine.PASSING_ON:
             quieten(here)
-        else:
-            make_quiet(engine.hooks_behind(here))
+        elif hooks := engine.hooks_behind(here):
+            make_quiet(hooks)

@@ -42,7 +42,7 @@ class Unseen(NamedTuple):
     def weight_and_bias(self) -> dict[str, Tensor] | None:
         """The parameters that a function is given behind its input, by name; `None`: it is given something else.
 
-        They are so as they are, maybe in another shape or precision. One that is frozen is not known here.
+        They are so in their own shape, maybe in another precision. One that is frozen is not known here.
         """
         found: dict[str, Tensor] = {}
         for name, edge in zip(("weight", "bias"), self.node.next_functions[1:], strict=False):
