@@ -164,11 +164,6 @@ def keep(x: Tensor) -> tuple[Tensor, Edge]:
     return kept, kept.grad_fn.next_functions[0]
 
 
-def is_quiet() -> bool:
-    """Whether `bpk` differentiates."""
-    return CTX.quiet
-
-
 @untraced
 def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the module that was extended: what it is given says how many samples there may be."""
@@ -180,7 +175,7 @@ def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if engine.GLOBAL_FORWARD_HOOKS and CTX.watch is None:
             CTX.watch = Watch()
         if MANAGED in sys.modules:
-            pass_on_sharding(is_quiet)
+            pass_on_sharding()
 
 
 @untraced

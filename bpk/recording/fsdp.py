@@ -6,13 +6,13 @@ communication; neither is a function that `bpk` may differentiate, or may run wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
+from bpk.recording.context.state import CTX
 
 ENTRIES = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction._backward_cls",
@@ -22,7 +22,7 @@ ENTRIES = (
 
 
 @lru_cache(maxsize=1)
-def pass_on_sharding(is_quiet: Callable[[], bool]) -> None:
+def pass_on_sharding() -> None:
     """Let FSDP2's node hand on what it gets, and its hooks rest while `bpk` differentiates.
 
     The hook is a method of a class of torch, which is replaced, once: results bear it wherever they come from.
@@ -43,6 +43,6 @@ def pass_on_sharding(is_quiet: Callable[[], bool]) -> None:
         ) from error
 
     def pre_backward(state: FSDPState, grad: Tensor) -> Tensor:
-        return grad if is_quiet() else known(state, grad)
+        return grad if CTX.quiet else known(state, grad)
 
     FSDPState._pre_backward = pre_backward  # type: ignore

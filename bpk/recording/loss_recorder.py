@@ -30,7 +30,7 @@ def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     skip = CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed()
     if skip or not is_loss(module, output) or not output.requires_grad:
         return None
-    outside = beginnings((args, kwargs))
+    outside = {x.grad_fn for x in tensors_in((args, kwargs)) if x.grad_fn is not None}
     if CTX.disabled or is_sum_of_losses(output.grad_fn, outside):
         return None
     for node in between(output.grad_fn, outside.__contains__):
@@ -50,8 +50,3 @@ def is_recorded_loss(node: Node) -> bool:
     """Whether a node gave the result of a loss with a rule: one number, which second order can start at."""
     found = owner_of(node)
     return found is not None and isinstance(found.rule, Loss) and found.output.dim() == 0
-
-
-def beginnings(arguments: Any) -> set[Node]:
-    """The nodes of the tensors among the arguments."""
-    return {x.grad_fn for x in tensors_in(arguments) if x.grad_fn is not None}

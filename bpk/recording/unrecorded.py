@@ -92,7 +92,7 @@ def note_reason(message: str, grads: tuple[Tensor | None, ...]) -> None:
 def note_transform(module: nn.Module) -> None:
     """Note a layer that is not seen because the user has started a transform of `torch.func`."""
     if torch.is_grad_enabled() and engine.is_transformed() and not (CTX.quiet or CTX.disabled):
-        CTX.transformed = [path_of(module)]
+        CTX.transformed = path_of(module)
 
 
 def leave_unrecorded(
@@ -133,10 +133,11 @@ def leave_note(module: nn.Module, results: Sequence[Tensor]) -> None:
 
 def complain(path: str, grads: tuple[Tensor | None, ...]) -> None:
     """The hook that a forward pass under `disable` leaves: it complains if something is missing that was not stored."""
-    CTX.complain_if_active(
-        explain(
-            f"The forward pass of '{path}' ran under bpk.disable().",
-            "nothing was stored that the active extensions could use.",
-            "run the forward pass outside of disable(), or backward() outside of backpack(...).",
+    if CTX.get_active_exts() and not CTX.quiet:
+        raise RuntimeError(
+            explain(
+                f"The forward pass of '{path}' ran under bpk.disable().",
+                "nothing was stored that the active extensions could use.",
+                "run the forward pass outside of disable(), or backward() outside of backpack(...).",
+            )
         )
-    )

@@ -14,7 +14,7 @@ from torch import nn
 from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
 from bpk.recording.context.opened import ExtensionHook, Opened
-from bpk.recording.context.surroundings import require_visible
+from bpk.recording.context.surroundings import transformed
 from bpk.recording.data import Data
 from bpk.recording.hooks_for_all import Watch
 
@@ -44,7 +44,7 @@ class Context(threading.local):
         self.data: Data | None = None
         self.called: nn.Module | None = None
         self.multithreaded = True
-        self.transformed: list[str] = []
+        self.transformed = ""
         self.watch: Watch | None = None
         self.no_loss = ""
 
@@ -118,11 +118,6 @@ class Context(threading.local):
         for module, undo in extended:
             undo(module)
 
-    def complain_if_active(self, message: str) -> None:
-        """Raise where extensions wait for something that was not recorded."""
-        if self.get_active_exts() and not self.quiet:
-            raise RuntimeError(message)
-
     def quietly(self, passing: object | None = None, device: torch.device | None = None) -> Quietly:
         """Let `bpk` itself differentiate a part of the graph (in this thread), or evaluate a layer.
 
@@ -143,9 +138,9 @@ class Context(threading.local):
 
     def check_transforms(self, reached: bool) -> None:
         """A pass has reached parameters, or none: say so if that is because of a transform."""
-        paths, self.transformed = self.transformed, []
-        if not reached:
-            require_visible(paths)
+        path, self.transformed = self.transformed, ""
+        if path and not reached:
+            raise transformed(path)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:

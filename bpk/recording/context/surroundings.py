@@ -143,13 +143,12 @@ def in_reentrant_checkpoint() -> bool:
     return False
 
 
-def require_visible(paths: Iterable[str]) -> None:
-    """Refuse a pass that reached no layer, because the layers ran under a transform of `torch.func`."""
-    for path in paths:
-        raise RuntimeError(
-            explain(
-                f"The forward pass of '{path}' ran under a transform of torch.func (vmap, grad, jvp, ...).",
-                "a transform runs a layer on tensors of its own, so that the call cannot be recorded.",
-                "call model(x) without a transform, on the whole batch.",
-            )
+def transformed(path: str) -> RuntimeError:
+    """The refusal of a pass that reached no layer, because one ran under a transform of `torch.func`."""
+    return RuntimeError(
+        explain(
+            f"The forward pass of '{path}' ran under a transform of torch.func (vmap, grad, jvp, ...).",
+            "a transform runs a layer on tensors of its own, so that the call cannot be recorded.",
+            "call model(x) without a transform, on the whole batch.",
         )
+    )
