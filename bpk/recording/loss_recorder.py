@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.graph import Node
 
@@ -13,11 +12,11 @@ from bpk.jacobians.core.engine import untraced
 from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.losses.loss import Loss, is_loss
 from bpk.jacobians.second_order.graph import between
-from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.nodes import is_linear
 from bpk.recording.graph.ownership import leave_to_autograd, owner_of
 from bpk.recording.recorder import record
+from bpk.recording.unrecorded import is_seen
 
 
 @untraced
@@ -27,8 +26,7 @@ def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     If it returns a weighted sum of losses inside, these are recorded already. Otherwise (a penalty, a power, weights
     of the terms of a loss with `reduction="none"`) it is recorded as one loss, and what is inside is left to autograd.
     """
-    skip = CTX.quiet or not torch.is_grad_enabled() or engine.is_transformed()
-    if skip or not is_loss(module, output) or not output.requires_grad:
+    if not is_seen() or not is_loss(module, output) or not output.requires_grad:
         return None
     outside = {x.grad_fn for x in tensors_in((args, kwargs)) if x.grad_fn is not None}
     if CTX.disabled or is_sum_of_losses(output.grad_fn, outside):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
@@ -379,3 +380,23 @@ def test_a_loss_that_returns_several_things(logs: str) -> None:
     with bpk.backpack(E.DiagGGNExact()):
         alone(layer(x), y).backward()
     assert layer.weight.diag_ggn_exact.shape == layer.weight.shape
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_composed_loss_in_a_checkpoint(is_checkpointed: bool) -> None:
+    """What runs again saves the same tensors as before, also where it does while `bpk` differentiates."""
+    torch.manual_seed(0)
+    model, loss_fn = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), bpk.extend(Penalised())
+    x, y, start = torch.randn(5, 3).double(), torch.randint(3, (5,)), model[0].weight.detach().clone()
+
+    def loss_at(weight: Tensor) -> Tensor:
+        out: Tensor = Penalised()(torch.func.functional_call(model, {"0.weight": weight}, (x,)), y)
+        return out
+
+    hessian = torch.autograd.functional.hessian(loss_at, start).reshape(12, 12)
+    bpk.extend(model)
+    with bpk.backpack(E.DiagHessian()):
+        logits = model(x)
+        loss = checkpoint(loss_fn, logits, y, use_reentrant=False) if is_checkpointed else loss_fn(logits, y)
+        loss.backward()
+    torch.testing.assert_close(model[0].weight.diag_h.flatten(), hessian.diagonal())
