@@ -43,7 +43,7 @@ def is_recovered_sum(record: Record) -> bool:
 
 def is_sum(node: Node) -> bool:
     """Whether a node adds two tensors that are like its result, real, of which none is a parameter."""
-    if engine.saved(node, "alpha") != 1:
+    if node.name() != "AddBackward0" or engine.saved(node, "alpha") != 1:  # not `x + 1`
         return False
     kind = engine.kind_of_output(node, 0)
     if kind[1].is_complex or not kind[0]:  # as for layers: autograd knows what to conjugate; numbers have no rows
