@@ -26,8 +26,7 @@ from bpk.recording.membership import parts_of
 from bpk.recording.record import Record
 from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.limits import columns_at_a_time
-from bpk.verification.problem import Arguments, Problem
-from bpk.verification.structure import with_tensors
+from bpk.verification.problem import Arguments, Problem, with_tensors
 
 SECONDS, TIMES = 0.3, 3
 """Passes are timed again until so much time is over, and that often at least where it is not over ten times."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.nested import tensors_in
 from bpk.recording.context.surroundings import is_scripted
 from bpk.verification.compare import STANDARD_ERRORS, Effort, Pair, Tolerance, judge
 from bpk.verification.defined import by_definition
@@ -28,7 +30,6 @@ from bpk.verification.progress import Progress
 from bpk.verification.quantities import Check, Mismatch
 from bpk.verification.reference import Reference
 from bpk.verification.result import Row, Verdict
-from bpk.verification.structure import in_words, tensors_of
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
@@ -176,7 +177,7 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor], torch.dtype
     n, sizes = max(1, problem.inputs.n), [1]
 
     def see(module: nn.Module, args: object, output: object) -> None:
-        sizes.extend(x.numel() // n for x in tensors_of(output))
+        sizes.extend(x.numel() // n for x in tensors_in(output))
 
     leaves = (m for m in problem.model.modules() if not list(m.children()) and not is_scripted(m))
     hooks = [m.register_forward_hook(see) for m in leaves]
@@ -211,7 +212,7 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor], torch.dtype
     trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
     found = zip(trained.items(), gradients_of(loss, list(trained.values())), strict=True)
     gradients = {name: torch.zeros_like(p) if g is None else g for (name, p), g in found}
-    columns = sum(x.numel() for x in tensors_of(output) if x.requires_grad)
+    columns = sum(x.numel() for x in tensors_in(output) if x.requires_grad)
     return Extent(columns // n, max(sizes)), gradients, coarsest(loss)
 
 
@@ -235,3 +236,11 @@ def mixing(model: nn.Module) -> str:
     if names:
         return f" ('{names[0]}' is in training mode: call model.eval())"
     return " (is another axis than batch_axis= the batch axis?)"
+
+
+def in_words(value: Any) -> str:
+    """Its type, shapes and dtypes: `a tensor of shape [3, 4] (float32)`."""
+    found = [f"{list(x.shape)} ({str(x.dtype).removeprefix('torch.')})" for x in tensors_in(value)]
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {found[0]}"
+    return f"{type(value).__name__} " + (f"with tensors of shape {', '.join(found)}" if found else "without tensors")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
 from bpk.rules import REGISTRY
@@ -21,7 +22,6 @@ from bpk.sweeps.starts.square_root import random_signs
 from bpk.verification.objective import Calls, Objective, gradients_of, is_loss
 from bpk.verification.problem import Problem, differentiable_twice
 from bpk.verification.split import Split
-from bpk.verification.structure import tensors_of
 
 MANY, NUMBERS, AT_ONCE = 20_000, 20_000_000, 500_000
 """Draws that are averaged at the loss, if they are no more than so many numbers; numbers at the same time."""
@@ -162,7 +162,7 @@ class Draws:
 
 def live_in(call: Calls) -> list[Tensor]:
     """The tensors a loss was called with that depend on the model."""
-    return [x for x in tensors_of(call.arguments) if x.requires_grad]
+    return [x for x in tensors_in(call.arguments) if x.requires_grad]
 
 
 def visited(value: Tensor, calls: Sequence[Calls]) -> list[int]:

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from bpk.verification.structure import tensors_of
+from bpk.jacobians.core.nested import tensors_in
 
 
 class Elsewhere(TorchFunctionMode):
@@ -53,11 +53,11 @@ class Elsewhere(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        inputs = list(tensors_of([*args, *(kwargs or {}).values()])) if self.depth == 0 else []
+        inputs = tensors_in([*args, *(kwargs or {}).values()]) if self.depth == 0 else []
         before = {x.grad_fn for x in inputs}
         result = func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
-            self.gradients += [x for x in tensors_of(result) if x.requires_grad]
+            self.gradients += [x for x in tensors_in(result) if x.requires_grad]
         if self.depth == 0 and not kwargs:
             name = getattr(func, "__name__", "")
             if name in TRANSPOSITIONS and is_transpose(result, args[0]) and id(args[0]) in self.names:
@@ -77,7 +77,7 @@ class Elsewhere(TorchFunctionMode):
                 biased = self.multiply(self.names[id(param)], in_first, features, rows.flatten(features.dim() - 1))
                 return biased.reshape(rows.shape).permute(sorted(range(len(order)), key=order.__getitem__))
         for param in (x for x in inputs if id(x) in self.names and x.requires_grad):
-            made = [x for x in tensors_of(result) if x is not param and depends(x, param, before)]
+            made = [x for x in tensors_in(result) if x is not param and depends(x, param, before)]
             self.made.setdefault(self.names[id(param)], []).extend(made)
         return result
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.registry import is_as_defined, is_inherited
 from bpk.verification.elsewhere import Elsewhere
 from bpk.verification.objective import gradients_of
@@ -33,9 +34,8 @@ from bpk.verification.operands import (
     recurrent_rows,
     width,
 )
-from bpk.verification.problem import NoReference
+from bpk.verification.problem import NoReference, with_tensors
 from bpk.verification.split import Split
-from bpk.verification.structure import tensors_of, with_tensors
 
 Rows = Callable[[Tensor], list[Tensor]]
 """Entries -> what they are in all samples and positions, `[E, N, R]`; the mean of several."""
@@ -147,7 +147,7 @@ class Layers:
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             given: Given = with_tensors((args, kwargs), kept)
-            side.uses.append((partial(rows, given), list(tensors_of(output))))
+            side.uses.append((partial(rows, given), tensors_in(output)))
             self.sides[name] = [side]
 
         self.handles += [module.register_forward_hook(see, with_kwargs=True), *self.elsewhere.known(module)]

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
-from bpk.verification.problem import Arguments, Problem
-from bpk.verification.structure import tensors_of, with_tensors
+from bpk.verification.problem import Arguments, Problem, with_tensors
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Objective:
     def __init__(self, problem: Problem, watch: bool = False) -> None:
         self.problem = problem
         self.output = problem.predict()
-        found = list(tensors_of(self.output))
+        found = tensors_in(self.output)
         self.live = [k for k, x in enumerate(found) if x.requires_grad and x.is_floating_point()]
         self.outputs = [found[k] for k in self.live]
         known = is_loss(problem.loss)
@@ -85,10 +85,10 @@ class Objective:
             return value(replaced(seen, dict(zip(kept, tensors, strict=True))))
 
         def at(inputs: Arguments) -> list[Tensor]:
-            other = list(tensors_of(again(self.problem.predict(inputs))))
+            other = tensors_in(again(self.problem.predict(inputs)))
             return [other[k] for k in kept]
 
-        found = list(tensors_of(seen))
+        found = tensors_in(seen)
         return Points([found[k] for k in kept], objective, at)
 
     def whole(self) -> Points:
@@ -128,7 +128,7 @@ class Objective:
             return torch.stack([weight * call.module(*args, **kwargs) for call, weight, (args, kwargs) in called]).sum()
 
         seen = [call.arguments for call in self.calls]
-        kept = [k for k, x in enumerate(tensors_of(seen)) if x.requires_grad]
+        kept = [k for k, x in enumerate(tensors_in(seen)) if x.requires_grad]
         points = self.points(seen, kept, value, lambda output: [call.arguments for call in self.watched(output)[1]])
         return replace(points, loss=self.calls[0].module if len(self.calls) == len(kept) == 1 else None)
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from bpk.verification.problem import NoReference
-from bpk.verification.structure import with_tensors
+from bpk.verification.problem import NoReference, with_tensors
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 TABLES = (nn.Embedding, nn.EmbeddingBag)

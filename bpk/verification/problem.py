@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.nested import mapped, tensors_in
 from bpk.jacobians.second_order.fused import StandIns, group_norm
 from bpk.jacobians.second_order.twice import TWICE
 from bpk.verification.duplicates import duplicate, in_precision
-from bpk.verification.structure import tensors_of, with_tensors
 
 
 class NoReference(Exception):
@@ -42,7 +42,7 @@ class Arguments:
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
         require_names(model, named)
         args = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        sizes = [x.shape[axis] for x in tensors_of([*args, *named.values()]) if x.dim() > axis]
+        sizes = [x.shape[axis] for x in tensors_in([*args, *named.values()]) if x.dim() > axis]
         if not sizes:
             raise ValueError(
                 explain(
@@ -55,8 +55,8 @@ class Arguments:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Arguments:
         """The same arguments with tensors replaced."""
-        named = {name: with_tensors(x, change) for name, x in self.kwargs.items()}
-        return Arguments(tuple(with_tensors(x, change) for x in self.args), named, self.axis, self.n)
+        args, kwargs = with_tensors((self.args, self.kwargs), change)
+        return replace(self, args=args, kwargs=kwargs)
 
     def exchanged(self, chosen: Tensor, masks: bool) -> Arguments:
         """Some samples (`[N]`, true for those) replaced by their neighbours, with or without what masks say of them."""
@@ -207,6 +207,11 @@ def derivatives() -> Iterator[None]:
             yield
     except (RuntimeError, NotImplementedError) as error:
         raise NoReference(f"plain autograd cannot: {str(error).splitlines()[0]}") from error
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Nested arguments with every tensor replaced."""
+    return mapped(value, lambda part: change(part) if isinstance(part, Tensor) else part)
 
 
 def kind_of(thing: object) -> str:
