@@ -18,15 +18,9 @@ from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
 from bpk.verification.reference import Reference
 
-RESOLVED = 1e-4
-"""Of eigenvalues, relative to the mean one: of smaller ones the vectors are not compared."""
-
-ABOVE_ROUNDING = 1e5
-"""The same, relative to rounding errors."""
-
 
 class InEigenbasis(Check):
-    """Some moments with the curvature along their directions, which factors must only scale."""
+    """Some moments with the curvature along their directions, which factors must not turn."""
 
     def __init__(self, sampled: bool) -> None:
         self.sampled = sampled
@@ -57,16 +51,16 @@ class InEigenbasis(Check):
             along = as_parameter(ref, place, list(vectors))
             [curved] = ref.ggn_times({place.name: along}, place.chosen)
             moments.append((curved * along).sum())
-        return [torch.stack(moments), *self.scaled(ref, place, found[1:])]
+        return [torch.stack(moments), *self.unturned(ref, place, found[1:])]
 
-    def scaled(self, ref: Reference, place: Place, vectors: list[Tensor]) -> list[Tensor]:
-        """What factors make of the directions, at their length: the same, where these are eigenvectors."""
+    def unturned(self, ref: Reference, place: Place, vectors: list[Tensor]) -> list[Tensor]:
+        """The directions, with what factors add across them: nothing, where these are eigenvectors."""
         if len(vectors) == 1 and is_too_large_for_a_block(ref.params[place.name]):  # it is taken for diagonal
             return [torch.stack([unit(vectors[0].T, int(k)) for k in place.entries])]
         if len(vectors) == 1:
             tried = torch.cat([vectors[0], probe(vectors[0])])
             along = [ref.ggn_times({place.name: v.reshape(place.shape)}, place.chosen)[0] for v in tried]
-            return [eigen(vectors[0], along, ref.rounding, ref.noise)]
+            return [eigen(vectors[0], along, ref.noise)]
         sides = ref.layers.sides.get(place.name, [])
         side = sides[0] if len(sides) == 1 and place.name not in ref.layers.used_elsewhere else None
         if side is None or side.bias is None or side.sizes[1] > MATRIX * ref.passes:
@@ -84,11 +78,8 @@ class InEigenbasis(Check):
             side, torch.arange(side.sizes[1], device="cpu"), ref.split, ref.n, place.chosen
         )
         rows = list(torch.cat([inputs, probe(inputs)]) @ moment)
-        expected = [eigen(outputs, columns, ref.rounding, ref.noise), eigen(inputs, rows, ref.rounding)]
+        expected = [eigen(outputs, columns, ref.noise), eigen(inputs, rows)]
         return expected[::-1] if turned else expected
-
-    def is_drawn(self, factor: int) -> bool:
-        return self.sampled
 
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
         return f"moment {int(place.entries[index[0]])}" if factor == 0 else f"basis {factor - 1}"
@@ -108,15 +99,16 @@ def probe(vectors: Tensor) -> Tensor:
     return (drawn / drawn.norm()).to(vectors)
 
 
-def eigen(vectors: Tensor, products: list[Tensor], rounding: float, noise: float = 0.0) -> Tensor:
-    """Products at the length of the vectors, where the eigenvalue is not too small to tell beside that of a `probe`.
+def eigen(vectors: Tensor, products: list[Tensor], noise: float = 0.0) -> Tensor:
+    """The vectors `u`, with what lies across each of its product, `F u - (u^T F u) u`, relative to the curvature.
 
-    Nor beside rounding errors: those of the products, of which one has the relative size `rounding`, and `noise`.
+    That is the largest along a vector or a `probe`, the last product; curvature that is `noise` turns in any direction.
     """
     flat = torch.stack([p.flatten() for p in products])
     values = (torch.cat([vectors, probe(vectors)]) * flat).sum(1, keepdim=True)
-    least = (max(RESOLVED, ABOVE_ROUNDING * rounding) * values.max()).clamp(min=noise)
-    return torch.where(values[:-1] > least, flat[:-1] / values[:-1], vectors)
+    if float(values.max()) <= noise:
+        return vectors
+    return vectors + (flat[:-1] - values[:-1] * vectors) / values.max()
 
 
 def as_parameter(ref: Reference, place: Place, vectors: list[Tensor]) -> Tensor:

@@ -48,11 +48,11 @@ def test_rounding_of_parts_in_a_shorter_format_is_not_wrong() -> None:
 
 
 def test_which_eigenvectors_are_compared() -> None:
-    """Those whose eigenvalue is well above rounding errors of the products. (The last one is along a random probe.)"""
+    """All, with what lies across their products. (The last one is along a random probe.)"""
     vectors = torch.eye(3)
-    products = [vectors[0], 1e-3 * vectors[1] + 1e-6 * vectors[0], vectors[2] / 3, probe(vectors)[0] / 2]
-    assert eigen(vectors, products, rounding=1e-7)[1].equal(vectors[1])
-    assert not eigen(vectors, products, rounding=1e-16)[1].equal(vectors[1])
+    products = [2 * vectors[0], 1e-3 * vectors[1] + 1e-2 * vectors[0], vectors[2] / 3, probe(vectors)[0] / 2]
+    assert eigen(vectors, products).equal(vectors + torch.tensor([[0.0] * 3, [5e-3, 0.0, 0.0], [0.0] * 3]))
+    assert eigen(vectors, products, noise=2.0).equal(vectors)
 
 
 @pytest.mark.parametrize("extension", [E.EKFLR(), E.EKFAC(), E.KFRA()], ids=str)
