@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bpk.jacobians.core.room import is_too_large_for_a_block
 from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.kroneckers import dense
 from bpk.verification.definition import MATRIX
 from bpk.verification.layers import bias_of
-from bpk.verification.operands import TABLES
 from bpk.verification.place import Place, unravel
 from bpk.verification.problem import NoReference
 from bpk.verification.quantities import Check, Mismatch, Read
@@ -63,7 +62,7 @@ class InEigenbasis(Check):
             return [eigen(vectors[0], along, ref.noise)]
         sides = ref.layers.sides.get(place.name, [])
         side = sides[0] if len(sides) == 1 and place.name not in ref.layers.used_elsewhere else None
-        if side is None or side.bias is None or side.sizes[1] > MATRIX * ref.passes:
+        if side is None or side.sizes[1] > MATRIX * ref.passes:
             return vectors  # their factors are not known here
         turned = side.input_first
         outputs, inputs = vectors[::-1] if turned else vectors
@@ -116,14 +115,9 @@ def as_parameter(ref: Reference, place: Place, vectors: list[Tensor]) -> Tensor:
     if len(vectors) == 1:
         return vectors[0].reshape(place.shape)
     matrix = torch.outer(*vectors)
-    module = ref.problem.model.get_submodule(place.name.rpartition(".")[0])
-    if isinstance(module, TABLES) and matrix.shape != place.shape:
-        return matrix.T
-    sides = ref.layers.sides.get(place.name, [])
-    if isinstance(module, TABLES) and sides and sides[0].table and not sides[0].input_first:
-        return matrix.T
-    if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
-        groups, outputs = module.groups, module.out_channels // module.groups
-        parts = matrix.reshape(groups, outputs, module.in_channels // groups, -1)
-        return parts.transpose(1, 2).reshape(place.shape)
-    return matrix.reshape(place.shape)
+    if sides := ref.layers.sides.get(place.name, []):
+        weight = vectors[0].new_zeros(place.shape)
+        parts = sides[0].oriented(weight)
+        parts.copy_((matrix.T if sides[0].input_first else matrix).reshape(parts.shape))
+        return weight
+    return matrix.T if matrix.shape != place.shape == matrix.T.shape else matrix.reshape(place.shape)

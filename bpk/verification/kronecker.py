@@ -93,7 +93,7 @@ class Factors(Check):
             how = "as F.linear(x, module.weight) does, or a gradient in the forward pass"
             raise NoReference(f"it is used outside of its module ({how}); {PROPERTIES}")
         sides = ref.layers.sides.get(place.name, [])
-        if not sides or any(side.bias is None for side in sides):
+        if not sides:
             raise NoReference(f"the definition of factors of this layer is not known here; {PROPERTIES}")
         if len(sides) > 1:
             return self.nearest(ref, place, sides)

@@ -1,13 +1,11 @@
-"""What a row of a weight multiplies, for the factor `A = sum a a^T / N`: found by plain evaluations of the layer.
+"""What a row of a weight inside of a layer multiplies, for the factor `A = sum a a^T / N`.
 
-For layers that are linear, the layer itself yields an entry of `a`, if all weights but that one are zero, and its bias
-is taken off. Recurrent layers are run layer by layer and direction by direction; attention with the identity in place
-of its last map.
+Found by plain evaluations: recurrent layers are run layer by layer and direction by direction, attention with the
+identity in place of its last map.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Mapping
@@ -19,61 +17,8 @@ from torch.func import functional_call
 
 from bpk.verification.problem import NoReference, with_tensors
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-TABLES = (nn.Embedding, nn.EmbeddingBag)
-LINEAR = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, *TABLES)
-
 Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 """The arguments of a call."""
-
-
-def width(module: Any) -> int:
-    """The number of channels of a layer's output."""
-    if isinstance(module, TABLES):
-        return module.embedding_dim
-    return module.out_channels if isinstance(module, CONVOLUTIONS) else module.out_features
-
-
-def linear_sides(module: Any) -> tuple[int, int]:
-    """The sizes of `G` and `A`."""
-    out = width(module)
-    return out, module.num_embeddings if isinstance(module, TABLES) else module.weight.numel() // out
-
-
-def linear_rows(module: Any, given: Given, entries: Tensor) -> list[Tensor]:
-    """`[E, N, R]`: entries of `a` in all samples and positions."""
-    if isinstance(module, TABLES):
-        module = copy.copy(module)
-        module.max_norm = None  # the factors are those of rows as they are; their norm would shrink a unit vector
-    bias = evaluated(module, given, torch.zeros_like(module.weight))  # whatever computes it: pruning, a parametrisation
-    return [torch.stack([linear_row(module, given, int(k), bias) for k in entries])]
-
-
-def evaluated(module: Any, given: Given, weight: Tensor) -> Tensor:
-    """The layer with another weight."""
-    with torch.no_grad():
-        out: Tensor = functional_call(module, {"weight": weight}, given[0], dict(given[1]))
-    return out
-
-
-def linear_row(module: Any, given: Given, k: int, bias: Tensor) -> Tensor:
-    """`[N, R]`: what entry `k` of a row of the weight multiplies, in all samples and positions; `bias` is taken off.
-
-    The first row of each group; groups are averaged. Rows of transposed convolutions are those of the weight
-    with its first two axes exchanged, rows of a table of embeddings its columns.
-    """
-    groups = getattr(module, "groups", 1)
-    unit = torch.zeros_like(module.weight)
-    if isinstance(module, TABLES):
-        unit[k, 0] = float(k != module.padding_idx)
-    else:
-        for part in unit.chunk(groups):
-            row = part[:, 0] if getattr(module, "transposed", False) else part[0]
-            row[torch.unravel_index(torch.tensor(k, device=unit.device), row.shape)] = 1.0
-    out = evaluated(module, given, unit) - bias
-    channels = out.movedim(1 if isinstance(module, CONVOLUTIONS) else -1, 0)
-    first = channels[:1] if groups == 1 else channels[:: len(channels) // groups] / groups**0.5
-    return first.movedim(1, 0).flatten(1)
 
 
 # ---- recurrent layers ----------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Reference:
         every = dict(problem.model.named_parameters(remove_duplicate=False))  # a property may hide one of them
         self.params: dict[str, Tensor] = {name: every[name] for name in places}
         with differentiable_twice():
-            with self.layers.elsewhere:
+            with self.layers.functions:
                 objective = Objective(problem)
             self.layers.close(objective.value)
             self.rounding = torch.finfo(coarsest(objective.value)).eps
@@ -72,10 +72,9 @@ class Reference:
             self.inside = objective.inside()
         for weight, sides in self.layers.sides.items():
             for k, side in enumerate(sides if weight in places else ()):
-                if side.bias is not None:
-                    self.params[bias_of(weight, k)] = side.bias
-                    entries = places[weight].side(side.sizes[0]).to(side.bias.device)
-                    self.entries[bias_of(weight, k)] = entries + side.offset
+                self.params[bias_of(weight, k)] = side.bias
+                entries = places[weight].side(side.sizes[0]).to(side.bias.device)
+                self.entries[bias_of(weight, k)] = entries + side.offset
         self.known: dict[Hashable, Any] = {}
         self.drawn: Tensor | None = None
         self._live: dict[tuple[int, ...], dict[str, Tensor]] = {}

@@ -351,3 +351,37 @@ def test_single_numbers() -> None:
     result = bpk.verify(Numbers(), CROSS_ENTROPY, torch.randn(X), Y, *exts)
     ok = {(row.parameter, row.quantity) for row in result.of(Verdict.OK)}
     assert {("matrix", "KFLR"), ("scalar", "PCHMP")} <= ok and not result.wrong, result.summary()
+
+
+# ---- functions that layers call ---------------------------------------------------------------------------
+class Functional(Model):
+    """Weights of its own, for functions that layers call."""
+
+    def __init__(self, function: Callable[..., Tensor], weight: tuple[int, ...], **options: Any) -> None:
+        super().__init__(lambda m, x: function(x, m.weight, m.bias, **options).tanh().flatten(2).mean(2))
+        outputs = weight[1] if "transpose" in function.__name__ else weight[0]
+        self.weight, self.bias = (nn.Parameter(torch.randn(s) / 2) for s in (weight, (outputs,)))
+
+
+FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
+    "convolution": lambda: Functional(F.conv2d, (3, 2, 2, 2), stride=2),
+    "with groups": lambda: Functional(F.conv2d, (4, 1, 2, 2), groups=2),
+    "transposed": lambda: Functional(F.conv_transpose2d, (2, 3, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("make", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_functions_of_layers(make: Callable[[], nn.Module]) -> None:
+    """They have the factors, and the eigenbases, of the layer that calls them."""
+    torch.manual_seed(0)
+    result = bpk.verify(make(), CROSS_ENTROPY, torch.randn(3, 2, 5, 5), Y, E.KFLR(), E.KFAC(), E.EKFLR(), E.EKFAC())
+    assert len(result.of(Verdict.OK)) == len(result.rows) == 8, result
+
+
+def test_the_last_map_of_attention_is_called_by_itself() -> None:
+    """Its own bias is added once, and its factors are those of two layers."""
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(4, 2, batch_first=True)
+    model = Model(lambda m, x: m.b((m.a(x, x, x)[0] + m.a.out_proj(x)).mean(1)), a=layer, b=nn.Linear(4, 3))
+    result = bpk.verify(model, CROSS_ENTROPY, torch.randn(3, 5, 4), Y, E.KFLR(), E.EKFLR(), E.BatchGrad())
+    assert {row.parameter for row in result.of(Verdict.UNCHECKED)} == {"a.out_proj.weight"} and not result.wrong, result
