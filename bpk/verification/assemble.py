@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,17 @@ SIGNS = "its draws of signs are repeated; the mean of {} draws is right"
 REPEATED = "its draws are repeated; at the loss, the mean of {} draws is right"
 
 
+@dataclass
+class Task:
+    """One extension: how it is checked, where, what `bpk` has found there, and the draws to be repeated, if known."""
+
+    extension: BackpropExtension
+    check: Check | None
+    places: dict[str, Place]
+    measurement: Measurement
+    draws: Draws | None = None
+
+
 def rows(
     problem: Problem, extensions: Sequence[BackpropExtension], effort: Effort, use_converter: bool, bar: Progress
 ) -> tuple[list[Row], int]:
@@ -48,47 +59,58 @@ def rows(
         return [], 0
     watched = Gradients(gradients)
     checks = [check_for(extension) for extension in extensions]
-    at = [{k: place.restricted(e.get_subsampling()) for k, place in places.items()} for e in extensions]
     kinds = {check.of_loss_hessian for check in checks if check is not None and check.sampled}
     draws = {of_loss: Draws.of(problem, of_loss) for of_loss in kinds}
     measured = Measured(problem.fresh(), watched, use_converter, effort.memory, bar.detail)
-    measurements: list[Measurement] = []
-    drawn_by: list[Draws | None] = []
-    for k, (extension, check, here) in enumerate(zip(extensions, checks, at, strict=True)):
+    tasks: list[Task] = []
+    for extension, check in zip(extensions, checks, strict=True):
         bar.step(f"bpk: {extension}")
-        drawn_by.append(None)
-        if check is None:
-            measurements.append(Measurement(ended=dict.fromkeys(places, (Verdict.UNCHECKED, UNKNOWN))))
-            continue
-        if check.sampled:
-            known = draws[check.of_loss_hessian]
-            some = known is not None and not known.whole and measured.is_spread(extension, check, here, extent)
-            drawn_by[k] = None if some else known
-        passes = PASSES if check.sampled and drawn_by[k] is None else 1
-        measurements.append(measured.run(extension, check, here, extent, passes))
-        refused = any(verdict is Verdict.REFUSED for verdict, _ in measurements[k].ended.values())
-        if refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
-            checks[k] = check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
-            measurements[k] = measured.run(extension, check, here, extent)
+        here = {name: place.restricted(extension.get_subsampling()) for name, place in places.items()}
+        tasks.append(measure(measured, extension, check, here, extent, draws))
     del measured
     factors = any(isinstance(e, (HBP, EKFLR, BatchKFLR)) for e in extensions)
-    definition = Reference(problem, places, effort.passes, factors, bar.detail)
+    reference = Reference(problem, places, effort.passes, factors, bar.detail)
     tolerance = Tolerance.of(next(iter(gradients.values())).dtype, computed_in, effort)
     table: list[Row] = []
-    for extension, check, here, measurement, known in zip(extensions, checks, at, measurements, drawn_by, strict=True):
-        bar.step(f"autograd: {extension}")
-        reference: Reference | str = definition
-        if definition.whole.mixing:
-            here, reference = of_batch(extension, here, definition)
-        if check is None or known is None or isinstance(reference, str):
-            table += rows_of(extension, check, here, measurement, reference, tolerance)
-            continue
-        drawn = known.at(columns_of(extension, 1), seed_of(problem, 0))
-        with reference.sampled(drawn):
-            note = REPEATED if known.of_loss else SIGNS
-            found = rows_of(extension, check, here, measurement, reference, tolerance, note)
-        table += with_judged_draws(found, reference, known, effort.entries)
+    for task in tasks:
+        bar.step(f"autograd: {task.extension}")
+        table += compare(task, reference, tolerance, effort)
     return table + watched.wrong(tolerance), watched.compared
+
+
+def measure(
+    measured: Measured,
+    extension: BackpropExtension,
+    check: Check | None,
+    places: dict[str, Place],
+    extent: Extent,
+    draws: Mapping[bool, Draws | None],
+) -> Task:
+    """What `bpk` computes: one pass where draws are repeated, several where only their mean is known."""
+    if check is None:
+        unknown = Measurement(ended=dict.fromkeys(places, (Verdict.UNCHECKED, UNKNOWN)))
+        return Task(extension, None, places, unknown)
+    known = draws[check.of_loss_hessian] if check.sampled else None
+    if known is not None and not known.whole and measured.is_spread(extension, check, places, extent):
+        known = None
+    found = measured.run(extension, check, places, extent, PASSES if check.sampled and known is None else 1)
+    refused = any(verdict is Verdict.REFUSED for verdict, _ in found.ended.values())
+    if refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
+        check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
+        found = measured.run(extension, check, places, extent)
+    return Task(extension, check, places, found, known)
+
+
+def compare(task: Task, reference: Reference, tolerance: Tolerance, effort: Effort) -> list[Row]:
+    """The rows of one extension; its draws are repeated where they are known."""
+    missing, draws = "", task.draws
+    if reference.whole.mixing:
+        task, missing = of_batch(task, reference)
+    if draws is None or missing:
+        return rows_of(task, reference, missing, tolerance)
+    with reference.sampled(draws.at(columns_of(task.extension, 1), seed_of(reference.problem, 0))):
+        found = rows_of(task, reference, missing, tolerance, REPEATED if draws.of_loss else SIGNS)
+    return with_judged_draws(found, reference, draws, effort.entries)
 
 
 def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entries: int) -> list[Row]:
@@ -111,13 +133,12 @@ def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entri
     ]
 
 
-def of_batch(
-    extension: BackpropExtension, places: dict[str, Place], reference: Reference
-) -> tuple[dict[str, Place], Reference | str]:
+def of_batch(task: Task, reference: Reference) -> tuple[Task, str]:
     """Where samples mix: sums are those of the whole batch, one sample; for all else, why there is no reference."""
-    if not extension.sums_samples or extension.subsampling is not None:
-        return places, f"{reference.whole.mixing}{mixing(reference.problem.model)}"
-    return {name: replace(place, n=1, chosen=(0,), looked=(0,)) for name, place in places.items()}, reference
+    if not task.extension.sums_samples or task.extension.subsampling is not None:
+        return task, f"{reference.whole.mixing}{mixing(reference.problem.model)}"
+    whole = {name: replace(place, n=1, chosen=(0,), looked=(0,)) for name, place in task.places.items()}
+    return replace(task, places=whole), ""
 
 
 def check_for(extension: BackpropExtension) -> Check | None:
@@ -129,23 +150,16 @@ def check_for(extension: BackpropExtension) -> Check | None:
     return check_of(extension) if isinstance(extension, HBP) else by_definition(extension)
 
 
-def rows_of(
-    extension: BackpropExtension,
-    check: Check | None,
-    places: dict[str, Place],
-    measurement: Measurement,
-    reference: Reference | str,
-    tolerance: Tolerance,
-    sampled: str = SAMPLED,
-) -> list[Row]:
-    """The rows of one extension, one per parameter and in their order."""
-    quantity, ended = type(extension).__name__, dict(measurement.ended)
+def rows_of(task: Task, reference: Reference, missing: str, tolerance: Tolerance, sampled: str = SAMPLED) -> list[Row]:
+    """The rows of one extension, one per parameter and in their order; `missing` says why there is no reference."""
+    quantity, check, measurement = type(task.extension).__name__, task.check, task.measurement
+    ended = dict(measurement.ended)
     pairs: list[Pair] = []
-    for name, place in places.items():
+    for name, place in task.places.items():
         if name in ended:
             continue
-        if isinstance(reference, str):
-            ended[name] = Verdict.UNCHECKED, reference
+        if missing:
+            ended[name] = Verdict.UNCHECKED, missing
         elif name in measurement.mismatch:
             ended[name] = Verdict.WRONG, measurement.mismatch[name]
         elif name not in measurement.read or check is None:
@@ -165,7 +179,7 @@ def rows_of(
     if check is not None:
         rows = judge(quantity, check, pairs, tolerance, sampled if check.sampled else check.note)
         done |= {row.parameter: row for row in rows}
-    return [done[name] for name in places]
+    return [done[name] for name in task.places]
 
 
 @differentiable_twice()

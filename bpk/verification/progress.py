@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from bpk.progress import Line, left
+from bpk.progress import Line, left, remaining
 
 
 class Progress(Line):
@@ -40,7 +40,6 @@ class Progress(Line):
         parts = [f"step {self.done} of {2 * self.quantities}", self.text]
         compared = self.done - 1 - self.quantities
         if compared > 0:
-            each = (self.begun - self.half) / compared
-            rest = each * (self.quantities - compared) - (time.monotonic() - self.begun)
-            parts.insert(1, left(rest))
+            rest = remaining(self.begun - self.half, compared, self.quantities)
+            parts.insert(1, left(rest - (time.monotonic() - self.begun)))
         return parts
