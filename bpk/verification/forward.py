@@ -78,12 +78,8 @@ class InputDerivatives:
         samples, outputs = self.chosen(len(axes) + 1)
         with torch.no_grad():
             if summed:
-                units = (
-                    torch.eye(size, dtype=self.x.dtype, device="cpu")[axes]
-                    .reshape(-1, *self.x.shape[1:])
-                    .to(self.x.device)
-                )
-                given = {"directions": units} if fewer else {}
+                units = torch.eye(size, device="cpu")[axes].reshape(-1, *self.x.shape[1:])
+                given = {"directions": units.to(self.x)} if fewer else {}
                 found = self.at(laplacian, self.model, self.x, chunk_size=AT_ONCE, **given)
             else:
                 found = self.at(input_hessian_diag, self.model, self.x, chunk_size=AT_ONCE)

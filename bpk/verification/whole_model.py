@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.kernels.ntk import ntk
 from bpk.kernels.posteriors import LowRank
@@ -18,6 +19,7 @@ from bpk.verification.duplicates import duplicate
 from bpk.verification.precision import coarsest
 from bpk.verification.problem import Arguments, NoReference, cast, differentiable_twice
 from bpk.verification.result import Row
+from bpk.verification.split import grads
 
 OfModel = Callable[..., Any]
 OF_MODELS: tuple[OfModel, ...] = (ntk, predictive_covariance)
@@ -49,14 +51,14 @@ def of_models(
 class JacobianRows:
     """One model and some samples; every evaluation draws the same random numbers.
 
-    `rows` are gradients of outputs `places` (samples, and entries of their outputs) in all trained parameters.
+    `rows` `[R, P]` are gradients of outputs `places` (samples, and entries of their outputs), by trained parameter.
     """
 
     model: nn.Module
     x: tuple[Tensor, ...]
     seed: int
     places: tuple[Tensor, Tensor]
-    rows: list[dict[str, Tensor]]
+    rows: dict[str, Tensor]
     fewer: bool
     computed_in: torch.dtype
 
@@ -86,12 +88,9 @@ class JacobianRows:
         asked, allowed = (max(1, min(effort.entries, limit) // len(some)) for limit in (effort.entries, most))
         outputs = torch.randperm(out.shape[1], generator=draw, device="cpu")[:allowed]
         places = torch.arange(len(some), device="cpu").repeat_interleave(len(outputs)), outputs.repeat(len(some))
-        rows = []
-        for n, c in zip(*(place.tolist() for place in places), strict=True):
-            grads = torch.autograd.grad(
-                out[n, c], list(params.values()), retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            rows.append(dict(zip(params, grads, strict=True)))
+        chosen = zip(*(place.tolist() for place in places), strict=True)
+        found = [grads(out[n, c], list(params.values())) for n, c in chosen]
+        rows = {name: as_rows(torch.stack(part)) for name, part in zip(params, zip(*found, strict=True), strict=True)}
         return cls(model, x, seed, places, rows, len(outputs) < min(asked, out.shape[1]), computed_in)
 
     def at(self, function: OfModel, *args: Any) -> Tensor:
@@ -100,32 +99,23 @@ class JacobianRows:
         found: Tensor = function(duplicate(self.model, None), self.x, *args)
         return found
 
-    def times(self, change: Callable[[str, Tensor], Tensor]) -> Tensor:
-        """Inner products of all rows with all rows that have been changed, parameter by parameter."""
-        names = self.rows[0]
-        stacked = ((name, as_rows(torch.stack([row[name] for row in self.rows]))) for name in names)
-        return torch.stack([rows @ change(name, rows).T for name, rows in stacked]).sum(0)
-
     def kernel(self) -> tuple[Tensor, Tensor]:
         """Entries of the neural tangent kernel."""
         (n, c), found = self.places, self.at(ntk)
-        return found[n[:, None], n, c[:, None], c], self.times(lambda _, rows: rows)
+        return found[n[:, None], n, c[:, None], c], add_up(rows @ rows.T for rows in self.rows.values())
 
     def covariance(self) -> tuple[Tensor, Tensor]:
         """Covariances of outputs of one sample, for a posterior with random variances and directions."""
-        draw, like = torch.Generator().manual_seed(self.seed), self.rows[0]
-        variances = {name: torch.rand(row.shape, generator=draw, device="cpu").to(row) for name, row in like.items()}
+        draw, like = (
+            torch.Generator().manual_seed(self.seed),
+            {name: self.model.get_parameter(name) for name in self.rows},
+        )
+        variances = {name: torch.rand(p.shape, generator=draw, device="cpu").to(p) for name, p in like.items()}
         directions = {
-            name: torch.randn(DIRECTIONS, *row.shape, generator=draw, device="cpu").to(row)
-            for name, row in like.items()
+            name: torch.randn(DIRECTIONS, *p.shape, generator=draw, device="cpu").to(p) for name, p in like.items()
         }
         (n, c), found = self.places, self.at(predictive_covariance, LowRank(directions, isotropic=variances))
-        along = torch.stack([inner(row, directions) for row in self.rows])
-        expected = self.times(lambda name, rows: rows * variances[name].flatten()) + along @ along.T
+        along = add_up(rows @ as_rows(directions[name]).T for name, rows in self.rows.items())
+        expected = add_up(rows * variances[name].flatten() @ rows.T for name, rows in self.rows.items())
         first, second = (n[:, None] == n).nonzero().T
-        return found[n[first], c[first], c[second]], expected[first, second]
-
-
-def inner(row: dict[str, Tensor], directions: dict[str, Tensor]) -> Tensor:
-    """Inner products of a row with directions `[K, *p]`, over all parameters."""
-    return torch.stack([as_rows(row[name] * directions[name]).sum(1) for name in row]).sum(0)
+        return found[n[first], c[first], c[second]], (expected + along @ along.T)[first, second]
