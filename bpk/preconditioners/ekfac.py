@@ -24,7 +24,8 @@ from bpk.preconditioners.base import Preconditioner
 from bpk.preconditioners.parameters import Means
 from bpk.preconditioners.schedules import Schedule, both
 from bpk.preconditioners.shares import decomposed
-from bpk.utils.ekfac import Eigenbasis, times
+from bpk.utils.damped import times_in_bases
+from bpk.utils.ekfac import Eigenbasis
 
 MOMENTS = "moments"
 """What they are called beside factors."""
@@ -126,7 +127,7 @@ class EKFAC(Preconditioner):
 
     def solve(self, name: str, gradient: Tensor) -> Tensor:
         basis = Eigenbasis(self.bases(name), self.means[name][-1])
-        return self.in_order(name, partial(times, basis, 1 / (basis.moments + self.current)), gradient)
+        return self.in_order(name, partial(times_in_bases, basis.bases, 1 / (basis.moments + self.current)), gradient)
 
     def follow(self) -> None:
         super().follow()

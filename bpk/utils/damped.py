@@ -68,10 +68,13 @@ class DampedInverse:
 
     def __call__(self, mat: Tensor) -> Tensor:
         """The inverse times a vector `[P]`, or columns `[P, V]`."""
-        bases = [basis.to(mat.dtype) for basis in self.bases]
-        turned = apply_kfac_mat_prod([basis.T for basis in bases], mat)
-        scale = self.scale.to(mat.dtype).reshape(-1, *[1] * (mat.dim() - 1))
-        return apply_kfac_mat_prod(bases, turned * scale)
+        return times_in_bases([basis.to(mat.dtype) for basis in self.bases], self.scale.to(mat.dtype), mat)
+
+
+def times_in_bases(bases: Sequence[Tensor], values: Tensor, mat: Tensor) -> Tensor:
+    """`U diag(values) U^T mat` with `U = kron(*bases)`; a sparse basis is the identity."""
+    turned = apply_kfac_mat_prod([basis.T if basis.layout is torch.strided else basis for basis in bases], mat)
+    return apply_kfac_mat_prod(bases, turned * values.reshape(-1, *[1] * (mat.dim() - 1)))
 
 
 def eigenvectors(factor: Tensor, where: str = "a Kronecker factor") -> tuple[Tensor, Tensor]:

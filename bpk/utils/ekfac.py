@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
-from bpk.utils.damped import eigenvectors
-from bpk.utils.kroneckers import apply_kfac_mat_prod, dense, is_diagonal, kfacs_to_mat
+from bpk.utils.damped import eigenvectors, times_in_bases
+from bpk.utils.kroneckers import dense, is_diagonal, kfacs_to_mat
 
 
 class Eigenbasis(NamedTuple):
@@ -47,7 +46,7 @@ def ekfac_mat_prod(ekfac: Eigenbasis) -> Callable[[Tensor], Tensor]:
     >>> ekfac_mat_prod(Eigenbasis([torch.eye(2)], torch.tensor([3.0, 4.0])))(torch.ones(2))
     tensor([3., 4.])
     """
-    return lambda mat: times(ekfac, ekfac.moments, mat)
+    return lambda mat: times_in_bases(ekfac.bases, ekfac.moments, mat)
 
 
 def inv_ekfac_mat_prod(ekfac: Eigenbasis, shift: float = 0.0) -> Callable[[Tensor], Tensor]:
@@ -69,14 +68,7 @@ def inv_ekfac_mat_prod(ekfac: Eigenbasis, shift: float = 0.0) -> Callable[[Tenso
                 "pass a positive shift, for example shift=1e-3.",
             )
         )
-    return lambda mat: times(ekfac, 1 / shifted, mat)
-
-
-def times(ekfac: Eigenbasis, values: Tensor, mat: Tensor) -> Tensor:
-    """`U diag(values) U^T mat`."""
-    transposed = [basis.T if basis.layout is torch.strided else basis for basis in ekfac.bases]  # sparse: the identity
-    rotated = apply_kfac_mat_prod(transposed, mat)
-    return apply_kfac_mat_prod(ekfac.bases, rotated * values.reshape(-1, *[1] * (mat.dim() - 1)))
+    return lambda mat: times_in_bases(ekfac.bases, 1 / shifted, mat)
 
 
 def kfacs_to_ekfac(factors: Sequence[Tensor]) -> Eigenbasis:
