@@ -20,7 +20,7 @@ from bpk.recording import engine
 from bpk.recording.graph.identity import name_of
 from bpk.recording.graph.nodes import OF_MATRICES, OPERANDS, Edge, leaf_of
 from bpk.recording.graph.parameter_operands import SAME_ORDER, axes_of
-from bpk.recording.graph.parameter_products import FUNCTIONS, LinearFunction
+from bpk.recording.graph.parameter_products import FUNCTIONS
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -41,7 +41,7 @@ class InnerProduct:
     @property
     def rule(self) -> Rule | None:
         """The rule that serves it."""
-        return REGISTRY.find(LinearFunction)
+        return REGISTRY.find(FUNCTIONS[True])
 
     def rows(self, grad: Tensor) -> Tensor:
         """The gradient `[R, O]` at the node as `[N, T, O]`."""
