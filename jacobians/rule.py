@@ -24,11 +24,11 @@ from bpk.jacobians.core.diagonals import Diagonals
 from bpk.jacobians.core.errors import require_declared, require_distinct
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.kronecker import Kronecker
-from bpk.jacobians.core.numeric import like_columns
+from bpk.jacobians.core.numeric import is_differentiated, like_columns
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.side_by_side import as_rows, beside
 from bpk.jacobians.second_order import factoring
-from bpk.jacobians.second_order.bordered import Bordered, corner, rows_by_sample
+from bpk.jacobians.second_order.bordered import Bordered, corner, polarised_residual, rows_by_sample
 from bpk.jacobians.second_order.graph import residual_product
 from bpk.jacobians.second_order.taylor import TaylorProduct
 
@@ -193,7 +193,8 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
         """The same with any `u_k`, for sums over all columns; in closed form where the layer is linear in some."""
         if any(isinstance(wrt, str) for wrt in wrts) and (part := corner(self, call, wrts)):
             return Bordered(self, call, grad_out, wrts, part).signed_columns()
-        return self.residual_columns(call, grad_out, wrts)
+        dense = is_differentiated() and (tuple(wrts) != (0,) or self.residual(call, wrts) is not Residual.DIAGONAL)
+        return polarised_residual(self, call, grad_out, wrts) if dense else self.residual_columns(call, grad_out, wrts)
 
     def residual_squares(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """The diagonal `[N, *p]` of every sample's residual with respect to one parameter alone."""
@@ -229,8 +230,7 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
 
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""
-        rows = self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0]
-        return as_rows(rows).square().sum(1)
+        return as_rows(self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0]).square().sum(1)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n` for a symmetric matrix `M` `[D, D]` over `*out` (the recursion of KFRA).

@@ -119,7 +119,7 @@ class Autodiff(Rule):
     ) -> tuple[dict[Wrt, Tensor], Tensor]:
         """No eigenvectors: small entries beside large ones keep their precision."""
         closed = any(isinstance(wrt, str) for wrt in wrts) and corner(self, call, wrts)
-        if closed or self.residual(call, wrts) is not Residual.GENERAL:
+        if closed or is_differentiated() or self.residual(call, wrts) is not Residual.GENERAL:
             return super().signed_columns(call, grad_out, wrts)
         return residual_columns(self, call, grad_out, wrts, balanced=True)
 

@@ -55,6 +55,19 @@ def rows_by_sample(
     return {b: torch.stack(parts, 1) for b, parts in rows.items()}
 
 
+def polarised_residual(
+    rule: Differentiable, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]
+) -> tuple[dict[Wrt, Tensor], Tensor]:
+    """Columns `{wrt: [K, N, *wrt]}` and signs `[K, N]` of the residual that have its derivatives everywhere.
+
+    Eigenvectors have none where eigenvalues are the same, roots of eigenvalues none where these are zero, as all are
+    where no gradient comes.
+    """
+    rows = beside(rows_by_sample(rule, call, grad_out, wrts, wrts).values(), 2)
+    columns, signs = polarised(rows / 2, torch.arange(len(rows), device=rows.device))
+    return taken_apart(columns, {w: call.sample_shape(w) for w in wrts}, 2), signs
+
+
 def with_border(side: Tensor, border: Tensor) -> Tensor:
     """`[[A, B], [B^T, 0]]` of `A` `[..., D, D]` and `B` `[..., D, P]`."""
     zero = border.new_zeros(*border.shape[:-2], border.shape[-1], border.shape[-1])
@@ -129,9 +142,10 @@ def polarised(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         e w^T + w e^T = 1/2 (c e + w/c) (c e + w/c)^T - 1/2 (c e - w/c) (c e - w/c)^T
 
     for any constant `c`; `c = sqrt|w|` makes both terms of a column equally long, and zero where `w` is: rows that feed
-    no loss, whose sample is not known, must not get any.
+    no loss, whose sample is not known, must not get any. Where `w` has derivatives, it may not be zero.
     """
     size = norms(rows.detach())  # |w_j|: [K, N]
+    size = torch.where(size == 0, 1.0, size) if is_differentiated() else size
     scale = size.sqrt() * 2**-0.5  # c / sqrt(2)
     apart = torch.where(size == 0, 1.0, scale)
     turns = torch.stack([apart, -apart], 1).reciprocal().to(rows.dtype) / 2  # 1 / (sqrt(2) c) and its negative
