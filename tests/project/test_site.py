@@ -150,7 +150,7 @@ def test_the_drawing_names_files_that_have_a_part() -> None:
         for file in files.split(", "):
             folder = file.partition("/")[0]
             assert file in called or ("*" in file and any(name.startswith(folder) for name in called)), file
-    assert "DiagGGN.value" in called["bpk/extensions/secondorder/diag_ggn.py"]
+    assert "SumOfSquares.value" in called["bpk/extensions/secondorder/base.py"]
     assert all((ROOT / file).is_file() for file in called)
 
 

@@ -43,7 +43,7 @@ BOXES = (
         20,
         620,
         "p.diag_ggn_exact",
-        "bpk/extensions/secondorder/diag_ggn.py",
+        "bpk/extensions/secondorder/base.py",
         "value(uses) = uses.squared_sum()",
     ),
     ("forward", 370, 125, "Record", "bpk/recording/record.py", "layer, inputs, output of one call"),

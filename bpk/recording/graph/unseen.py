@@ -92,12 +92,13 @@ class Unseen(NamedTuple):
         if layout is not None:
             port = Port(layout=layout)
             inputs, output = tuple(map(port.one_to_rule, inputs)), port.one_to_rule(output)
+        edges = self.node.next_functions[place : place + len(inputs)]
         return Record(
             module,
             rule or REGISTRY.find(module),
             binding or Binding(module, inputs),
             inputs,
-            self.node.next_functions[place : place + len(inputs)],
+            edges + ((None, 0),) * (len(inputs) - len(edges)),  # of masks, kernels have no edge
             {0: output},
             {0: 0},
             params=params or {},
