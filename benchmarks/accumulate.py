@@ -206,7 +206,7 @@ def killed(batches: int, kills: int) -> None:
     """Print whether a run that is killed at random moments ends with the same bits as one that is not."""
     with tempfile.TemporaryDirectory() as name:
         whole, other = Path(name, "whole"), Path(name, "killed")
-        command = [sys.executable, "-m", "tests.bpk.accumulate_worker"]
+        command = [sys.executable, "-m", "tests.bpk.dataset.accumulate_worker"]
         options = [str(2 * batches), "200"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         start = time.perf_counter()

@@ -68,7 +68,7 @@ def rows(model: nn.Module, x: Tensor, y: Tensor) -> Iterator[tuple[str, Run, Run
             if name != "Fisher":  # which draws its own targets
                 a, b = mine @ v, other @ v
                 error = float((a - b).norm() / a.norm())
-                if error > 1e-4:  # tests/bpk/test_operators.py says which of the two is right
+                if error > 1e-4:  # tests/bpk/operators/test_operators.py says which of the two is right
                     print(f"{name}: products of bpk and curvlinops differ by {error:.1e}")
             yield f"{name} @ {count}", lambda mine=mine, v=v: mine @ v, lambda other=other, v=v: other @ v
 

@@ -32,7 +32,14 @@ PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 MATRIX = ("-m", "bpk", "matrix", "--extensions")
 OF_RULES = ("tests/bpk/test_matrix.py",)
 OF_QUANTITIES = tuple(
-    f"tests/bpk/test_{name}.py" for name in ("verify", "support_table", "contract", "contract_of_fields", "life_cycle")
+    f"tests/bpk/{place}.py"
+    for place in (
+        "verification/test_verify",
+        "support/test_support_table",
+        "test_contract",
+        "extensions/test_contract_of_fields",
+        "test_life_cycle",
+    )
 )
 
 
