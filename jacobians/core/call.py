@@ -7,6 +7,7 @@ from copy import copy
 from functools import wraps
 from math import prod
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,6 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binder
 from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.nested import tensors_in
-from bpk.jacobians.core.numeric import sum_of_squares
-from bpk.jacobians.core.of_columns import OfColumns
 from bpk.jacobians.core.random_state import RandomState
 
 Wrt = int | str
@@ -75,7 +74,7 @@ class Call:
         self.pull = pull
         self.used = {0: output.shape[1:]} if used is None else dict(used)
         self._memo: dict[Hashable, Any] = {}
-        self._squares, self._matrices = OfColumns(), OfColumns()
+        self._of_columns: dict[str, tuple[ref[Tensor], object, tuple[int, int], Tensor]] = {}
 
     @property
     def batch_size(self) -> int:
@@ -122,15 +121,20 @@ class Call:
             self._memo[key] = compute()
         return self._memo[key]
 
-    def squares_of(self, mat: Tensor, weights: Tensor | None) -> Tensor:
-        """`sum_of_squares`, computed once for all parameters that the same columns come to."""
-        return self._squares.get(mat, weights, lambda: sum_of_squares(mat, weights))[0]
-
-    def matrix_of(self, mat: Tensor, which: bool, compute: Callable[[], Tensor]) -> Tensor:
-        """A matrix that is made of columns, computed once for all parameters that these come to; each gets its own."""
-        found, known = self._matrices.get(mat, which, compute)
-        into = self.take(len(found), found) if known else None
-        return found if not known else found.clone() if into is None else into.copy_(found)
+    def of_columns(self, mat: Tensor, which: object, compute: Callable[[Tensor, Any], Tensor]) -> tuple[Tensor, bool]:
+        """`compute(mat, which)`, and whether it was known: what several parameters make of the same columns, one after
+        the other, is computed once. Where it must be differentiable, nothing is kept.
+        """
+        if torch.is_grad_enabled() or is_transformed():
+            return compute(mat, which), False
+        kept = self._of_columns.get(compute.__qualname__)
+        if kept is not None:
+            of, known, versions, found = kept
+            if of() is mat and known is which and versions == (mat._version, found._version):
+                return found, True
+        found = compute(mat, which)
+        self._of_columns[compute.__qualname__] = ref(mat), which, (mat._version, found._version), found
+        return found, False
 
     def without_output(self) -> Call:
         """The same call for rules that do not read the output: it has a shape, takes no memory, and holds NaN."""

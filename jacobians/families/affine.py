@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import cost, gemm, norms, squares
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.numeric import squares_of_rows, times_squares, wide
+from bpk.jacobians.core.numeric import squares_of_rows, sum_of_squares, times_squares, wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.projected_squares import projected_squares
 from bpk.jacobians.core.room import require_room
@@ -132,10 +132,11 @@ class Affine(LinearInEach):
         x = self.vectors(call)
         if param != "weight":
             rows = [mat if x is not None else self._over_positions(call, mat) for mat in mats]
-            found = call.squares_of(rows[0] if len(rows) == 1 else torch.cat(rows), weights)
+            found, _ = call.of_columns(rows[0] if len(rows) == 1 else torch.cat(rows), weights, sum_of_squares)
             return (found.clone() if per_sample else found.sum(0)).to(mats[0].dtype)
         if x is not None and len(mats) == 1 and not per_sample:
-            return times_squares(call.squares_of(mats[0], weights), wide(x)).to(mats[0].dtype)
+            found, _ = call.of_columns(mats[0], weights, sum_of_squares)
+            return times_squares(found, wide(x)).to(mats[0].dtype)
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
         patches, shown = partial(self.patches, call), self.adding_up(call)
         return self.as_weight(call, squares.squared_sum(patches, blocks, width, weights, per_sample, call.empty, shown))
@@ -200,12 +201,18 @@ class Affine(LinearInEach):
         return mat if self.vectors(call) is not None else self._over_positions(call, mat)
 
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
-        def compute() -> Tensor:
+        def matrix(mat: Tensor, by_position: bool) -> Tensor:
             rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
             return gemm.gram(rows.T, call.take(rows.shape[1], rows)).to(mat.dtype)
 
-        alike = type(self).kron_rows is Affine.kron_rows  # that of the weight is that of the bias
-        return call.matrix_of(mat, approximation == "expand" and param == "weight", compute) if alike else compute()
+        by_position = approximation == "expand" and param == "weight"
+        if type(self).kron_rows is not Affine.kron_rows:
+            return matrix(mat, by_position)
+        found, known = call.of_columns(mat, by_position, matrix)  # that of the weight is that of the bias
+        if not known:
+            return found
+        into = call.take(len(found), found)  # each has its own
+        return found.clone() if into is None else into.copy_(found)
 
     def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:
         return self.as_matrix(call, rows).flatten(-3, -2)
