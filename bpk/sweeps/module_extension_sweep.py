@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.step import Link, Step
-from bpk.plan.stretch import STRETCH, PlainAutograd
+from bpk.plan.stretch import STRETCH
 from bpk.sweeps.sweep import Player, module_extension_refused
 
 
@@ -40,8 +40,8 @@ class ModuleExtensionSweep(Player):
             raise no_way(step)
         step.reached = True
         view, rule = step.view(self.samples), step.rule_at(self.samples)
-        if isinstance(rule, PlainAutograd):
-            sent = rule.jac_t_mat_prods(view, share)
+        if rule is STRETCH:
+            sent = STRETCH.jac_t_mat_prods(view, share)
         else:
             sent = {index: rule.jac_t_mat_prod(view, share, index) for index in step.links}
         for index, part in sent.items():

@@ -15,7 +15,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Step
-from bpk.plan.stretch import STRETCH, PlainAutograd
+from bpk.plan.stretch import STRETCH
 
 K = TypeVar("K")
 
@@ -36,7 +36,7 @@ def pull_means(step: Step, call: Call, mat: Tensor) -> dict[int, Tensor]:
     assert step.rule is not None
     if step.rule is not STRETCH:
         return {index: pull_mean(step.rule, call, mat, index) for index in step.links}
-    found = pull_all(step.rule, call, mat[:, None])
+    found = pull_all(call, mat[:, None])
     return {index: part.mean(1) for index, part in found.items()}
 
 
@@ -45,8 +45,8 @@ def blocks_between(step: Step, call: Call, matrix: Tensor) -> dict[tuple[int, in
     rule, inputs, found = step.rule, list(step.links), dict[tuple[int, int], Tensor]()
     assert rule is not None
     if rule is STRETCH:  # autograd gives the products with all inputs at once
-        for i, half in pull_all(rule, call, matrix[:, None]).items():
-            for j, full in pull_all(rule, call, half.permute(2, 1, 0)).items():
+        for i, half in pull_all(call, matrix[:, None]).items():
+            for j, full in pull_all(call, half.permute(2, 1, 0)).items():
                 found[i, j] = full.mean(1)
         return found
     for place, i in enumerate(inputs):
@@ -57,11 +57,10 @@ def blocks_between(step: Step, call: Call, matrix: Tensor) -> dict[tuple[int, in
     return found
 
 
-def pull_all(rule: Rule, call: Call, mat: Tensor) -> dict[int, Tensor]:
+def pull_all(call: Call, mat: Tensor) -> dict[int, Tensor]:
     """Rows `[V, N or 1, D]` times the Jacobians of a stretch: `[V, N, D_i]` by input."""
-    assert isinstance(rule, PlainAutograd)
     columns = mat.expand(-1, call.batch_size, -1).reshape(len(mat), call.batch_size, *call.output.shape[1:])
-    return {k: as_rows(part, 2) for k, part in rule.jac_t_mat_prods(call, columns).items()}
+    return {k: as_rows(part, 2) for k, part in STRETCH.jac_t_mat_prods(call, columns).items()}
 
 
 def pull_mean(rule: Rule, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
@@ -83,7 +82,7 @@ def pull_mean(rule: Rule, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
 def mean_between(rule: Rule, call: Call, matrix: Tensor, index: int, wrt: Wrt) -> Tensor:
     """`mean_n J_in^T M J_wn` `[D_i, D_wrt]` for an input, and another one or a parameter."""
     if rule is STRETCH:
-        return pull_mean(rule, call, pull_all(rule, call, matrix[:, None])[index].permute(2, 1, 0), wrt)
+        return pull_mean(rule, call, pull_all(call, matrix[:, None])[index].permute(2, 1, 0), wrt)
     shape = call.inputs[index].shape
     unit = torch.eye(shape[1:].numel(), dtype=matrix.dtype, device=matrix.device)
     parts = []

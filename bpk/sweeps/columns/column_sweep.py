@@ -13,7 +13,7 @@ from bpk.fields.arrived import PIECE, Columns
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Link, Step
-from bpk.plan.stretch import PlainAutograd
+from bpk.plan.stretch import STRETCH
 from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.deposits import Deposits
 from bpk.sweeps.columns.lazy import Chunk, StartingColumns, as_lazy
@@ -61,7 +61,8 @@ class ColumnSweep(Player):
             self.start(step, starting)
         else:
             self.run.visit(step)
-        self.settle_last(self.run.uses, step)
+        if self.run.uses:
+            self.settle_last(self.run.uses, step)
 
     def begin_at(self, loss: Step) -> list[StartingColumns]:
         """The columns of a loss, if its last layer needs them."""
@@ -208,8 +209,8 @@ class Run:
         only = len(step.links) == 1
         for key in list(columns.blocks) if step.links else ():
             mat, signs = columns.blocks.pop(key), columns.signs[key]
-            if isinstance(rule, PlainAutograd):  # all inputs at once
-                for index, part in rule.jac_t_mat_prods(view, mat).items():
+            if rule is STRETCH:  # all inputs at once
+                for index, part in STRETCH.jac_t_mat_prods(view, mat).items():
                     self.send(step.links[index], key, part, signs)
                 continue
             free = only and key in columns.unshared and not step.params
