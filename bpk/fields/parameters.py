@@ -13,7 +13,7 @@ from bpk.fields.arrived import Use
 from bpk.fields.kept_uses import merged, without_graph
 from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState as ParameterState
-from bpk.fields.spare_memory import spare_memories, spare_memory
+from bpk.fields.spare_memory import spare_memories
 from bpk.fields.statistics import Uses
 from bpk.fields.totals import Totals
 from bpk.fields.values import Stacked, apart, combined, one_value_only, remove_stale, unshared, value_of
@@ -97,7 +97,7 @@ class Parameters:
             if combining is not None and extension.combines != combining:
                 continue
             if index not in state.values:
-                self.recycle(state.param, extension, found)
+                found.spares = spare_memories(state.param.__dict__, extension.savefield)
             before = unshared(state.values, index) if index in state.values else None
             state.values[index] = combined(before, extension, found, columns, self.adds_up, state.parts)
 
@@ -163,7 +163,7 @@ class Parameters:
                     waiting = True
                     continue
                 state.done.add(index)
-                self.recycle(state.param, extension, uses)
+                uses.spares = spare_memories(state.param.__dict__, extension.savefield)
                 if extension.needs_gradient and len(gradients) == len(uses.uses) and extension.subsampling is None:
                     uses.gradient = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
                 if extension.needs_total:
@@ -195,17 +195,6 @@ class Parameters:
         return any(state.uses or state.awaited_uses or id(state.param) in self.totals.kept for state in states)
 
     # ---- fields ------------------------------------------------------------------------------------
-    def recycle(self, param: Tensor, extension: Quantity, uses: Uses) -> None:
-        """Take away the field of an earlier pass, so that its memory can be used again if nothing else refers to it."""
-        old = param.__dict__.pop(extension.savefield, None)
-        uses.spare = uses.spares = None  # those of another field have been used
-        if old is None or extension.needs_total or torch.is_grad_enabled():
-            return
-        if isinstance(old, Tensor):
-            uses.spare = spare_memory(old)
-        else:
-            uses.spares = spare_memories(old)
-
     def claim(self, param: Tensor, name: str, where: str) -> None:
         """A module extension is about to say all of a field."""
         if any(p is param and known == name for p, known in self.saved):

@@ -127,7 +127,6 @@ class Products(Rows):
         start, stop, _ = part.indices(n)
         whole = any(use.samples is not None or isinstance(use.call, StretchCall) for use in self.uses)
         if whole or self.keeps_rows or torch.is_grad_enabled() or v * n * p <= outer.ROOM:
-            self.spare = None
             yield wide(self.all_rows()[:, start:stop]).reshape(v, stop - start, p)
             return
         for some in outer.pieces(start, stop, v * p):

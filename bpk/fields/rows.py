@@ -41,12 +41,11 @@ class Rows:
     `batch_size` is the full batch's `N`, also where the sweep looks at some samples only. An active extension
     `keeps_rows`, or `keeps_samples` (squares of each sample), if it needs them anyway: others use these then. The loss
     was multiplied with `loss_scale`. `gradient` and `total` (of all parameters) are there for extensions that ask for
-    them. Rows may be written into the memory `spare`, factors into `spares`; rows belong in `room`, if there is one.
+    them. Values may be written into the memory `spares`; rows belong in `room`, if there is one.
     """
 
     gradient: Tensor | None = None
     total: Any = None
-    spare: Tensor | None = None
     spares: list[Tensor] | None = None
     room: Tensor | None = None
 
@@ -206,25 +205,32 @@ class Rows:
         first = blocks[0][0]
         into = self.room if self.room is not None and self.room.dtype is first.dtype else None
         if len(blocks) == 1 and into is None:
-            return added_up(use, self.rows_of(use, first, self.spare))
+            return added_up(use, self.rows_of(use, first, self.spares))
         mats = [mat for mat, _ in blocks]
         if torch.is_grad_enabled():
-            return join([self.rows_of(use, mat, self.spare) for mat in mats])
+            return join([self.rows_of(use, mat, None) for mat in mats])
         shape = (sum(map(len, mats)), *mats[0].shape[1:2], *use.call.params[use.name].shape)
-        use.call.spare = self.spare
-        rows = use.call.empty(shape, mats[0]) if into is None else into
+        rows = self.empty(shape, mats[0]) if into is None else into
         for mat, part in zip(mats, rows.split([len(mat) for mat in mats]), strict=True):
-            found = self.rows_of(use, mat, part.view(-1))
+            found = self.rows_of(use, mat, [part.view(-1)])
             if not found.is_set_to(part):
                 part.copy_(found.clone())
         return rows
 
-    def rows_of(self, use: Use, mat: Tensor, spare: Tensor | None) -> Tensor:
+    def rows_of(self, use: Use, mat: Tensor, spares: list[Tensor] | None) -> Tensor:
         """The rows of some columns, written into spare memory where the rule can."""
-        use.call.spare = spare
+        use.call.spares = spares
         rows = use.rule.jac_t_mat_prod(use.call, mat, use.name, sum_batch=False)
-        use.call.spare = None
+        use.call.spares = None
         return rows
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for rows: that of an earlier field, where they fit in."""
+        call = self.uses[0].call
+        call.spares = self.spares
+        found = call.empty(shape, like)
+        call.spares = None
+        return found
 
 
 def added_up(use: Use, rows: Tensor) -> Tensor:

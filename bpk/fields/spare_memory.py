@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from bpk.recording import engine
 
 T = TypeVar("T")
+N = TypeVar("N")
 
 
 def handles(tensor: Tensor) -> tuple[int, ...]:
@@ -21,45 +22,35 @@ def handles(tensor: Tensor) -> tuple[int, ...]:
     return sys.getrefcount(tensor), sys.getrefcount(storage), *within
 
 
-def references(thing: object) -> tuple[int, ...]:
-    """How many there are to an object of Python."""
-    return (sys.getrefcount(thing),)
+def of_argument(tensor: Tensor) -> tuple[int, ...]:
+    """The same, in a function whose argument this is."""
+    return handles(tensor)
 
 
-def of_argument(count: Callable[[T], tuple[int, ...]], thing: T) -> tuple[int, ...]:
-    """What is counted in a function whose argument this is."""
-    return count(thing)
-
-
-def of_one_variable(count: Callable[[T], tuple[int, ...]], make: Callable[[], T]) -> tuple[int, ...]:
-    """The same, if a variable of the caller is the only thing that refers to the argument."""
+def of_one_variable(count: Callable[[T], N], make: Callable[[], T]) -> N:
+    """What is counted where a variable is the only thing that refers to something."""
     variable = make()
-    return of_argument(count, variable)
+    return count(variable)
 
 
-ALONE = of_one_variable(handles, lambda: torch.empty(1, device="cpu"))
+ALONE = of_one_variable(of_argument, lambda: torch.empty(1, device="cpu"))
 """Versions of Python differ: a reference more or less is counted for each function that is called."""
 
-ALONE_AS_LIST = of_one_variable(references, list)
+ALONE_AS_LIST = of_one_variable(sys.getrefcount, list)
 
 WORTH = 1 << 16
 """How many numbers a field has whose memory is worth the question: small blocks are handed out again anyway."""
 
 
-def spare_memory(tensor: object) -> Tensor | None:
+def spare_memory(tensor: Tensor) -> Tensor | None:
     """The memory of a tensor as a flat tensor, if it would be freed with the caller's variable.
 
     Nothing else refers to tensor or storage then. The memory is torch's own (that of arrays and files cannot be
     resized), and no other process has it. Only on processors: elsewhere, work under way may still read it.
     """
-    if (
-        not isinstance(tensor, Tensor)
-        or tensor.numel() < WORTH
-        or tensor.requires_grad
-        or tensor.layout is not torch.strided
-    ):
+    if tensor.requires_grad or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return None
-    if tensor.device.type != "cpu" or any(n > alone for n, alone in zip(handles(tensor), ALONE, strict=True)):
+    if any(n > alone for n, alone in zip(handles(tensor), ALONE, strict=True)):
         return None
     storage = tensor.untyped_storage()
     whole = storage.nbytes() == tensor.numel() * tensor.element_size()
@@ -68,12 +59,22 @@ def spare_memory(tensor: object) -> Tensor | None:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (tensor.numel(),), (1,))
 
 
-def spare_memories(tensors: object) -> list[Tensor]:
-    """The same of all tensors in a list, which is emptied, if nothing refers to the list but the caller's variable."""
-    found: list[Tensor] = []
-    while type(tensors) is list and tensors and references(tensors) <= ALONE_AS_LIST:
+def spare_memories(fields: dict[str, Any], name: str) -> list[Tensor]:
+    """Take away the field of an earlier pass: the memory of its tensor, or of those in its list, where it is large.
+
+    Where a graph is built, nothing is written into memory that exists.
+    """
+    tensors, found = fields.pop(name, None), list[Tensor]()
+    if type(tensors) is not list:
+        tensors = [tensors]
+    elif sys.getrefcount(tensors) > ALONE_AS_LIST:
+        return found
+    if torch.is_grad_enabled():
+        return found
+    while tensors:
         tensor = tensors.pop()
-        spare = spare_memory(tensor)
-        if spare is not None:
-            found.append(spare)
+        if isinstance(tensor, Tensor) and tensor.numel() >= WORTH:
+            spare = spare_memory(tensor)
+            if spare is not None:
+                found.append(spare)
     return found

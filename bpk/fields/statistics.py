@@ -44,14 +44,14 @@ class Uses(Products):
             return squares(self.all_rows(), self.signs_of(self.keys), per_sample)
         mats: dict[Hashable, Tensor] = use.arrived.blocks
         total: Tensor | None = None
+        use.call.spares = self.spares
         if len(mats) > 1:
-            use.call.spare, signs = self.spare, self.signs_of(mats)
+            signs = self.signs_of(mats)
             total = use.rule.squared_sum_of_blocks(use.call, list(mats.values()), use.name, signs, per_sample)
         for mat, known in self.blocks() if total is None else ():
-            use.call.spare = self.spare if total is None else None
             part = use.rule.squared_sum(use.call, mat, use.name, known, per_sample)
             total = part if total is None else add_into(total, part)
-        use.call.spare = None
+        use.call.spares = None
         assert total is not None
         return total
 

@@ -47,10 +47,7 @@ class Stacked:
     """Rows `[V, N, *p]` of which `count` columns are there: memory for all, so that none is copied for the next."""
 
     def __init__(self, columns: int, uses: Uses) -> None:
-        shape = (columns, uses.count, *uses.param.shape)
-        spare, known = uses.spare, torch.Size(shape).numel()
-        fits = spare is not None and spare.numel() == known and spare.dtype is uses.param.dtype
-        self.rows = spare.view(shape) if spare is not None and fits else uses.param.new_empty(shape)
+        self.rows = uses.empty((columns, uses.count, *uses.param.shape), uses.param)
         self.count = 0
 
     def has_room(self, uses: Uses) -> bool:
@@ -85,7 +82,7 @@ def combined(
     if stacks and columns is not None and columns > uses.lead[0]:  # others will come
         before = Stacked(columns, uses)
     if isinstance(before, Stacked) and before.has_room(uses):
-        uses.spare, uses.room = None, before.room(uses)
+        uses.room = before.room(uses)
         before.add(value_of(extension, uses, adds_up, keeps if first else None))
         uses.room = None
         return before

@@ -45,14 +45,13 @@ class Call:
     `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules of layers that draw
     random numbers need it. `saved`, where present, looks up what autograd kept of the forward pass under a name, so
     that a rule need not compute it again. Both exist during the backward pass only, for `Rule.capture`. `whole` is the
-    call on the whole batch, where this is a part of it; only rules of layers that mix samples need it. `spare` is
-    contiguous memory that `empty` may hand out, and `spares` is some that `take` may. `drawn`, where the rule asks for
+    call on the whole batch, where this is a part of it; only rules of layers that mix samples need it. `spares`
+    is memory that `empty` and `room` may hand out, flat tensors that nobody else refers to. `drawn`, where the rule asks for
     it, is the state of the random generators before the call. `sums`, where somebody wants them, takes by parameter the
     sum over samples of individual gradients that are made anyway.
     """
 
     saved: Callable[[str], Tensor | None] | None = None
-    spare: Tensor | None = None
     spares: list[Tensor] | None = None
     drawn: RandomState | None = None
     sums: dict[str, Tensor] | None = None
@@ -98,21 +97,14 @@ class Call:
         return torch.empty(shape, dtype=like.dtype, device=like.device) if room is None else room
 
     def room(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
-        """The spare memory, where a result fits in that has the dtype and the device of `like`.
+        """Spare memory, where a result fits in that has the dtype and the device of `like`; it is handed out once.
 
         In the input products of layers without parameters, it may be that of the columns: an elementwise rule
         may overwrite them, others must have read all of them. (New memory costs up to ten times more than used one.)
         """
-        spare, self.spare = self.spare, None
-        if spare is None or spare.numel() != prod(shape) or (spare.dtype, spare.device) != (like.dtype, like.device):
-            return None
-        return spare.view(torch.Size(shape))
-
-    def take(self, rows: int, like: Tensor) -> Tensor | None:
-        """Spare memory for a matrix `[rows, rows]`, if there is some."""
         for k, spare in enumerate(spares := self.spares or []):
-            if spare.numel() == rows * rows and (spare.dtype, spare.device) == (like.dtype, like.device):
-                return spares.pop(k).resize_(rows, rows)  # no view, which would keep another tensor alive
+            if spare.numel() == prod(shape) and (spare.dtype, spare.device) == (like.dtype, like.device):
+                return spares.pop(k).resize_(torch.Size(shape))  # no view, which would keep another tensor alive
         return None
 
     def memo(self, key: Hashable, compute: Callable[[], Any]) -> Any:

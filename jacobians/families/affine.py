@@ -189,7 +189,7 @@ class Affine(LinearInEach):
     def moment(self, call: Call, average: bool) -> Tensor:
         """`sum_n sum_t a a^T` `[I, I]`, mean over groups; of the mean over positions where `average`."""
         if (x := self.vectors(call)) is not None:
-            return gemm.gram(wide(x).T, call.take(x.shape[1], wide(x))).to(x.dtype)
+            return gemm.gram(wide(x).T, call.room((x.shape[1],) * 2, wide(x))).to(x.dtype)
         groups, _, width = self._matrix_shape(call)
         n, t = call.batch_size, self.positions(call)
         return gemm.second_moment(partial(self.patches, call), n, groups, width, t, call.inputs[0], average)
@@ -203,7 +203,7 @@ class Affine(LinearInEach):
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         def matrix(mat: Tensor, by_position: bool) -> Tensor:
             rows = wide(self.kron_rows(call, mat, param, approximation)).flatten(0, -2)
-            return gemm.gram(rows.T, call.take(rows.shape[1], rows)).to(mat.dtype)
+            return gemm.gram(rows.T, call.room((rows.shape[1],) * 2, rows)).to(mat.dtype)
 
         by_position = approximation == "expand" and param == "weight"
         if type(self).kron_rows is not Affine.kron_rows:
@@ -211,7 +211,7 @@ class Affine(LinearInEach):
         found, known = call.of_columns(mat, by_position, matrix)  # that of the weight is that of the bias
         if not known:
             return found
-        into = call.take(len(found), found)  # each has its own
+        into = call.room(found.shape, found)  # each has its own
         return found.clone() if into is None else into.copy_(found)
 
     def kron_matrix(self, call: Call, rows: Tensor, param: str, outputs: int) -> Tensor:

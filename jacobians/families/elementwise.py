@@ -36,7 +36,7 @@ class Pointwise(Rule):
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         slope = self.slope(call)
-        if call.spare is None or torch.is_grad_enabled() or mat.dtype != slope.dtype:
+        if not call.spares or torch.is_grad_enabled() or mat.dtype != slope.dtype:
             return mat * slope
         return torch.mul(mat, slope, out=call.empty(mat.shape, mat))  # the spare memory may be that of `mat`
 
@@ -191,7 +191,7 @@ class Elementwise(Pointwise):
             return None
         if opens_at is None:
             return None if self.kernel is None or len(mat) != 1 else self.kernel(mat[0], x, call.options)[None]
-        if call.spare is None:
+        if not call.spares:
             return torch.ops.aten.threshold_backward.default(mat, x, opens_at)
         out = call.empty(mat.shape, mat)
         return torch.ops.aten.threshold_backward.grad_input(mat, x, opens_at, grad_input=out)

@@ -148,7 +148,6 @@ def shifted(uses: Uses) -> Tensor:
 
 def pieces_of_rows(uses: Uses) -> Iterator[Tensor]:
     """Individual gradients `[B, *p]` of a few samples at a time, where they come from one call and are not kept."""
-    uses.spare = None  # it holds the squares
     use, step = uses.uses[0], max(1, PIECE // max(1, uses.param.numel()))
     if not uses.simple or uses.keeps_rows or torch.is_grad_enabled() or use.call.batch_size <= step:
         yield uses.all_rows()[0]

@@ -217,9 +217,9 @@ class Run:
             flat = mat.view(-1) if free and mat.is_contiguous() else None
             mat = mat if flat is None else flat.view(mat.shape)  # the strides of axes with one entry may be any
             for index, link in step.links.items():
-                view.spare = flat
+                view.spares = None if flat is None else [flat]
                 sent = rule.jac_t_mat_prod(view, mat, index)
-                view.spare = None
+                view.spares = None
                 new = free or (only and sent.untyped_storage() is not mat.untyped_storage())
                 self.send(link, key, sent, signs, new)
 

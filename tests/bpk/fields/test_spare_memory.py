@@ -106,7 +106,6 @@ def test_memory_that_nothing_refers_to_is_found() -> None:
     assert spare_memory.spare_memory(torch.zeros(4)[1:]) is None
     assert spare_memory.spare_memory(torch.zeros(3, requires_grad=True)) is None
     assert spare_memory.spare_memory(torch.zeros(3).to_sparse()) is None
-    assert spare_memory.spare_memory(None) is None
 
 
 def test_a_field_that_nobody_holds_is_used_again() -> None:

@@ -230,7 +230,7 @@ def test_results_may_overwrite_the_columns() -> None:
         mat = torch.randn(5, 2, 3, 4)
         with torch.no_grad():
             expected = rule.jac_t_mat_prod(call, mat)
-            call.spare = mat.view(-1)
+            call.spares = [mat.view(-1)]
             found = rule.jac_t_mat_prod(call, mat)
         assert found.data_ptr() == mat.data_ptr()
         torch.testing.assert_close(found, expected)
