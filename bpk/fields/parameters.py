@@ -16,7 +16,7 @@ from bpk.fields.parameter_state import ParameterState as ParameterState
 from bpk.fields.spare_memory import spare_memories
 from bpk.fields.statistics import Uses
 from bpk.fields.totals import Totals
-from bpk.fields.values import Stacked, apart, combined, one_value_only, remove_stale, unshared, value_of
+from bpk.fields.values import Stacked, apart, combined, one_value_only, remove_stale, stack_for, unshared, value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.context.state import CTX
@@ -96,10 +96,15 @@ class Parameters:
         for index, extension in self.listening[key]:
             if combining is not None and extension.combines != combining:
                 continue
-            if index not in state.values:
-                found.spares = spare_memories(state.param.__dict__, extension.savefield)
-            before = unshared(state.values, index) if index in state.values else None
-            state.values[index] = combined(before, extension, found, columns, self.adds_up, state.parts)
+            if index in state.values:
+                state.values[index] = combined(unshared(state.values, index), extension, found, self.adds_up)
+                continue
+            found.spares = spare_memories(state.param.__dict__, extension.savefield)
+            stack = stack_for(columns, found) if extension.stacks and not self.adds_up else None
+            if stack is None:
+                state.values[index] = value_of(extension, found, self.adds_up, state.parts)
+            else:
+                state.values[index] = combined(stack, extension, found)
 
     def save_values(self, params: Iterable[Tensor]) -> None:
         """All columns have reached these parameters; if they were those of the last loss, save the fields."""

@@ -73,20 +73,21 @@ class Rows:
             found.update(dict.fromkeys([*use.arrived.blocks, *use.own]))
         return list(found)
 
-    def signs(self, key: Hashable) -> Tensor | None:
-        """The signs of a block, which are those of the place where it began."""
-        for use in self.uses:
-            if key in use.arrived.signs:
-                found: Tensor | None = use.arrived.signs[key]
-                return found
-        raise KeyError(key)
+    @property
+    def signs(self) -> dict[Hashable, Tensor | None]:
+        """The signs of each block, which are those of the place where it began."""
+        found: dict[Hashable, Tensor | None] = self.uses[0].arrived.signs
+        for use in self.uses[1:]:
+            found = {**use.arrived.signs, **found}
+        return found
 
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
-        found = {key: self.signs(key) for key in keys}
-        if not [signs for signs in found.values() if signs is not None]:
+        signs = self.signs
+        found = [(key, signs[key]) for key in keys]
+        if all([x is None for _, x in found]):
             return None
-        return join([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found.items()])
+        return join([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found])
 
     def first(self, key: Hashable) -> Tensor:
         """A block `[V, N, ...]` where it has arrived first."""
@@ -135,7 +136,7 @@ class Rows:
 
     def of_columns(self: R, key: Hashable, part: slice) -> R:
         """The same for some columns of a block, and for no others."""
-        found, signs = list[Use](), self.signs(key)
+        found, signs = list[Use](), self.signs[key]
         signs = None if signs is None else signs[part]
         for use in self.uses:
             arrived = Columns()
@@ -156,7 +157,7 @@ class Rows:
         rows, use = Columns(), self.uses[0]
         for key in self.keys:
             block = added_up(use, self.rows(key)) if self.simple else self.rows(key)
-            rows.add_to_parameter(use.name, key, block, self.signs(key))
+            rows.add_to_parameter(use.name, key, block, self.signs[key])
         call = Call(None, (), {use.name: self.param}, self.param)  # what it had read is let go
         uses = [Use(call, use.rule, use.name, rows, origin=use.origin)]
         return type(self)(self.param, self.batch_size, uses, loss_scale=self.loss_scale)
@@ -205,7 +206,8 @@ class Rows:
         first = blocks[0][0]
         into = self.room if self.room is not None and self.room.dtype is first.dtype else None
         if len(blocks) == 1 and into is None:
-            return added_up(use, self.rows_of(use, first, self.spares))
+            rows = self.rows_of(use, first, self.spares)
+            return rows if use.call.sums is None else added_up(use, rows)
         mats = [mat for mat, _ in blocks]
         if torch.is_grad_enabled():
             return join([self.rows_of(use, mat, None) for mat in mats])
@@ -235,7 +237,7 @@ class Rows:
 
 def added_up(use: Use, rows: Tensor) -> Tensor:
     """The rows `[1, N, *p]` of a single column, whose sum is noted if somebody wants it."""
-    add = None if use.call.sums is None else use.call.summing(use.name)
+    add = use.call.summing(use.name)
     if add is not None:
         add(rows[0].sum(0))
     return rows

@@ -61,9 +61,9 @@ class Uses(Products):
         if len(self.uses) == 1 and key not in use.own and not self.keeps_rows:
             through = use.rule.rows_through(use.call, use.arrived.blocks[key], use.name)
         if through is None:
-            return squares(self.rows(key), self.signs(key), per_sample)
+            return squares(self.rows(key), self.signs[key], per_sample)
         of_samples = RowsThrough(self.by_sample(through.columns, use), through.jacobian)
-        return of_samples.squares(self.signs(key), per_sample)
+        return of_samples.squares(self.signs[key], per_sample)
 
     def norm_squared(self) -> Tensor:
         """`[N]`: squared norms of the rows of a single column."""

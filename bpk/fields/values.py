@@ -70,24 +70,19 @@ class Stacked:
         return self.rows if self.count == len(self.rows) else self.rows[: self.count].clone()
 
 
-def combined(
-    before: Any, extension: Quantity, uses: Uses, columns: int | None, adds_up: bool, keeps: Parts | None
-) -> Any:
-    """The value of an extension, from that of earlier columns (`None`: there are none) and these.
+def stack_for(columns: int | None, uses: Uses) -> Stacked | None:
+    """Memory for so many columns in all, if more will come than these, and no graph is built."""
+    more = columns is not None and not torch.is_grad_enabled() and columns > uses.lead[0]
+    return Stacked(columns, uses) if more else None
 
-    `columns` says how many there will be in all, if that is known; for the rest see `value_of`.
-    """
-    first = before is None
-    stacks = first and extension.stacks and not (adds_up or torch.is_grad_enabled())
-    if stacks and columns is not None and columns > uses.lead[0]:  # others will come
-        before = Stacked(columns, uses)
+
+def combined(before: Any, extension: Quantity, uses: Uses, adds_up: bool = False) -> Any:
+    """The value of an extension, from that of earlier columns and these; see `value_of`."""
     if isinstance(before, Stacked) and before.has_room(uses):
         uses.room = before.room(uses)
-        before.add(value_of(extension, uses, adds_up, keeps if first else None))
+        before.add(value_of(extension, uses))
         uses.room = None
         return before
-    if before is None:
-        return value_of(extension, uses, adds_up, keeps)
     earlier = before.whole() if isinstance(before, Stacked) else before
     value = value_of(extension, uses, adds_up)
     require_same_samples(extension, earlier, value, uses.param)

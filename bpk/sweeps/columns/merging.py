@@ -136,7 +136,7 @@ def pulled(uses: list[Use], n: int) -> Columns:
     """The columns `[V, N, *p]` of a parameter that waits for other uses."""
     found, rows = Columns(), Uses(uses[0].call.params[uses[0].name], n, uses)
     for key in rows.keys:
-        found.add(key, rows.rows(key), rows.signs(key))
+        found.add(key, rows.rows(key), rows.signs[key])
     return found
 
 
