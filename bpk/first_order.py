@@ -12,7 +12,6 @@ from bpk.fields.arrived import Use
 from bpk.fields.awaited import ask_for_sums, expect_use, with_sums
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.jacobians.rule import Rule
 from bpk.plan.graph import connected
@@ -27,61 +26,59 @@ from bpk.sweeps.sweep import Gradient
 States = Mapping[str, ParameterState]
 """What is known of the parameters of a call, by their names there."""
 
+Sweeps = Mapping[Hashable, Gradient]
+"""Those that are shown a call, by their key."""
+
 
 class FirstOrder:
-    """A call that autograd has reached, for the sweeps that need its gradient alone."""
+    """Shows calls that autograd has reached to the sweeps that need its gradient alone."""
 
-    def __init__(
-        self, parameters: Parameters, attribution: Attribution, record: Record, sweeps: Mapping[Hashable, Gradient]
-    ) -> None:
+    def __init__(self, parameters: Parameters, attribution: Attribution) -> None:
         self.parameters = parameters
-        self.record = record
-        self.sweeps = sweeps
-        self.rows, self.batch_size = attribution.of(record)
-        self.here = engine.current_node()
+        self.attribution = attribution
 
-    def reach(self, brought: Tensor, states: States) -> Call | None:
-        """Show the call, or the products inside of it; returns the call that was asked for sums (`ask_for_sums`)."""
-        record, asked = self.record, None
+    def reach(self, record: Record, brought: Tensor, states: States, sweeps: Sweeps) -> Call | None:
+        """Show a call, or the products inside of it; returns the call that was asked for sums (`ask_for_sums`)."""
+        asked = None
         grad, call = matched(brought, record.call())
-        for inner in [] if torch.is_grad_enabled() else inner_products(record, call, self.here):
+        for inner in [] if torch.is_grad_enabled() else inner_products(record, call, engine.current_node()):
             own = {name: states[whole] for name, whole in inner.names.items()}
             states = {name: state for name, state in states.items() if state not in own.values()}
             if inner.is_output:
-                asked = self.ask(inner.call, inner.rule, own, brought) if record.sees_gradient else None
-                self.show(asked or inner.call, inner.rule, own, grad)
+                if record.sees_gradient:
+                    asked = ask_for_sums(self.parameters, inner.call, inner.rule, own, brought, record)
+                self.show(record, asked or inner.call, inner.rule, own, grad, sweeps)
             else:
-                expect_use(self.parameters, inner.node, own.values(), partial(self.reach_inside, inner, own))
+                reached = partial(self.reach_inside, record, inner, own, sweeps)
+                expect_use(self.parameters, inner.node, own.values(), reached)
         if not states:
             return asked
-        whole = self.ask(call, record.rule, states, brought) if record.sees_gradient else None
-        self.show(whole or call, None if record.rule is None else with_rows(record.rule, call), states, grad)
+        rule, whole = record.rule, None
+        assert rule is not None
+        if record.sees_gradient:
+            whole = ask_for_sums(self.parameters, call, rule, states, brought, record)
+        self.show(record, whole or call, with_rows(rule, call), states, grad, sweeps)
         return whole or asked
 
-    def reach_inside(self, inner: InnerProduct, states: States, grad: Tensor) -> KnownGradient | None:
-        """Autograd is at a product inside of the call."""
-        asked = self.ask(inner.call, inner.rule, states, grad)
-        self.show(asked or inner.call, inner.rule, states, inner.rows(grad))
+    def reach_inside(
+        self, record: Record, inner: InnerProduct, states: States, sweeps: Sweeps, grad: Tensor
+    ) -> KnownGradient | None:
+        """Autograd is at a product inside of a call."""
+        asked = ask_for_sums(self.parameters, inner.call, inner.rule, states, grad, record)
+        self.show(record, asked or inner.call, inner.rule, states, inner.rows(grad), sweeps)
         self.parameters.finish_unshared(states.values())
         return None if asked is None else with_sums(asked, grad)
 
-    def ask(self, call: Call, rule: Rule | None, states: States, brought: Tensor) -> Call | None:
-        """The call to show, if it shall tell the sum of individual gradients of its weight."""
-        record = self.record
-        if rule is None or "weight" not in states or record.recomputed is not None or isinstance(record.module, Plain):
-            return None
-        return ask_for_sums(self.parameters, call, rule, states["weight"], brought, record)
-
-    def show(self, call: Call, rule: Rule | None, states: States, grad: Tensor) -> None:
+    def show(self, record: Record, call: Call, rule: Rule, states: States, grad: Tensor, sweeps: Sweeps) -> None:
         """Hand the gradient at the output of a call to its parameters, for each sweep."""
-        assert rule is not None
+        rows, n = self.attribution.of(record)
         if call.drawn is not None:
-            with connected(self.record, call, self.here):
+            with connected(record, call, engine.current_node()):
                 rule.capture(call)
-        for key, sweep in self.sweeps.items():
+        for key, sweep in sweeps.items():
             column, seen, seen_by = sweep.column(grad), call, rule
             if sweep.samples is not None:
                 seen = call.subset(sweep.samples)
                 seen_by = with_rows(rule, seen)
             for name, state in states.items():
-                self.parameters.collect(state, key, Use(seen, seen_by, name, column, self.rows), self.batch_size)
+                self.parameters.collect(state, key, Use(seen, seen_by, name, column, rows), n)

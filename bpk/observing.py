@@ -40,6 +40,7 @@ class Observing:
         self.parameters = parameters
         self.module_extensions = module_extensions
         self.first = {key: sweep for key, sweep in sweeps.observers.items() if isinstance(sweep, Gradient)}
+        self.first_order = FirstOrder(parameters, inspection.attribution)
         self.broadcast = BroadcastParameters(inspection, parameters)
 
     def is_idle_at(self, record: Record) -> bool:
@@ -71,7 +72,7 @@ class Observing:
         states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
         asked: Call | None = None
         if first and not record.is_loss:
-            asked = FirstOrder(self.parameters, self.inspection.attribution, record, first).reach(grad, states)
+            asked = self.first_order.reach(record, grad, states, first)
         for key, sweep in observers.items():
             if isinstance(sweep, Tape) and planned is not None:
                 self.reach_in_plan(key, sweep, planned, states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 
 import torch
@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
@@ -67,14 +68,17 @@ def expect_gradients(parameters: Parameters, record: Record, states: dict[str, P
 
 
 def ask_for_sums(
-    parameters: Parameters, call: Call, rule: Rule, weight: ParameterState, grad: Tensor, record: Record
+    parameters: Parameters, call: Call, rule: Rule, states: Mapping[str, ParameterState], grad: Tensor, record: Record
 ) -> Call | None:
     """The call to show to first-order quantities, if they shall tell the sum of individual gradients of its weight.
 
     That is so where the sum costs less than the gradient, and can take its place: this call alone uses the weight, as
     it is, and nobody looks at what the node is given where autograd has come to.
     """
-    if torch.is_grad_enabled() or not rule.sums_pay(call, "weight"):
+    weight = states.get("weight")
+    if weight is None or torch.is_grad_enabled() or not rule.sums_pay(call, "weight"):
+        return None
+    if record.recomputed is not None or isinstance(record.module, Plain):
         return None
     node, plain = engine.current_node(), type(grad) is Tensor and wide(grad) is grad
     if not plain or grad.dtype is not weight.param.dtype or weight.uses or parameters.is_shared(weight.param, record):

@@ -83,10 +83,10 @@ class Rows:
 
     def signs_of(self, keys: Iterable[Hashable]) -> Tensor | None:
         """The signs of several blocks, one after the other (`None`: all ones)."""
-        signs = self.signs
-        found = [(key, signs[key]) for key in keys]
-        if all([x is None for _, x in found]):
+        signs, keys = self.signs, list(keys)
+        if not [key for key in keys if signs[key] is not None]:
             return None
+        found = [(key, signs[key]) for key in keys]
         return join([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found])
 
     def first(self, key: Hashable) -> Tensor:

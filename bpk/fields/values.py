@@ -72,8 +72,9 @@ class Stacked:
 
 def stack_for(columns: int | None, uses: Uses) -> Stacked | None:
     """Memory for so many columns in all, if more will come than these, and no graph is built."""
-    more = columns is not None and not torch.is_grad_enabled() and columns > uses.lead[0]
-    return Stacked(columns, uses) if more else None
+    if columns is None or torch.is_grad_enabled() or columns <= uses.lead[0]:
+        return None
+    return Stacked(columns, uses)
 
 
 def combined(before: Any, extension: Quantity, uses: Uses, adds_up: bool = False) -> Any:

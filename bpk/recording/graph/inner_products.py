@@ -39,9 +39,11 @@ class InnerProduct:
     is_output: bool
 
     @property
-    def rule(self) -> Rule | None:
+    def rule(self) -> Rule:
         """The rule that serves it."""
-        return REGISTRY.find(FUNCTIONS[True])
+        found = REGISTRY.find(FUNCTIONS[True])
+        assert found is not None
+        return found
 
     def rows(self, grad: Tensor) -> Tensor:
         """The gradient `[R, O]` at the node as `[N, T, O]`."""
