@@ -12,10 +12,10 @@ from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import forget
-from bpk.recording.before import BEFORE, forget_inputs, is_users, note_inputs, prepare
+from bpk.recording.before import BEFORE, forget_inputs, note_inputs, prepare
 from bpk.recording.context.surroundings import is_scripted, require_local
 from bpk.recording.loss_recorder import record_composed
-from bpk.recording.membership import mark, mark_whole, unmark
+from bpk.recording.membership import is_users, mark, mark_whole, unmark
 from bpk.recording.recorder import record, record_passage
 from bpk.rules import REGISTRY
 from bpk.sweeps.products.block import BlockProduct

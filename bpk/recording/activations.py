@@ -30,28 +30,26 @@ class Stored(Tensor):
 
 
 def is_own(module: nn.Module, name: str) -> bool:
-    """Whether a module has something of its own under a name, which is not left there by `leave`."""
+    """Whether a module has something of its own under a name, which is not left there by `store_on`."""
     fields = module.__dict__
     if name in fields:
         return not isinstance(fields[name], Tensor) or type(fields[name]) is Tensor
     return name in module._parameters or name in module._buffers or name in module._modules
 
 
-def leave(module: nn.Module, name: str, x: Tensor) -> Tensor:
-    """Leave an alias without a graph on a module, unless that has something of its own there; returns the alias."""
-    alias = x.detach()
-    if type(alias) is Tensor:
-        alias.__class__ = Stored  # half as long as making it one
-    if not is_own(module, name):
-        module.__dict__[name] = alias
-    return alias
-
-
 def store_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
-    """Leave aliases of inputs and output on a module (`input0`, ..., `output`); returns the last one."""
-    for name, x in zip(INPUT_NAMES, inputs, strict=False):
-        leave(module, name, x)
-    return leave(module, "output", output)
+    """Leave aliases of inputs and output on a module (`input0`, ..., `output`), without a graph; returns the last one.
+
+    What the module has of its own under such a name stays.
+    """
+    fields = module.__dict__
+    for name, x in (*zip(INPUT_NAMES, inputs, strict=False), ("output", output)):
+        alias = x.detach()
+        if type(alias) is Tensor:
+            alias.__class__ = Stored  # half as long as making it one
+        if type(fields.get(name)) is Stored or not is_own(module, name):
+            fields[name] = alias
+    return alias
 
 
 def forget(module: nn.Module, output: Tensor | None = None) -> None:

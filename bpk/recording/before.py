@@ -22,6 +22,7 @@ from bpk.recording.graph.identity import alias
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.hooks_for_all import Watch
+from bpk.recording.membership import is_users
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -90,7 +91,8 @@ def prepare(
     """Forward pre-hook of layers that may work in place, or that draw random numbers."""
     fields = module.__dict__
     fields.pop(BEFORE, None)  # of a call that failed
-    rule, in_place, written = REGISTRY.find(module), fields.get("inplace") is True, is_users(module)
+    rule, in_place = REGISTRY.find(module), fields.get("inplace") is True
+    written = is_users(module)  # it may overwrite what it is given without an attribute `inplace`
     draws = rule is not None and rule.draws(module)
     if not (in_place or draws or written):
         return None
@@ -107,11 +109,6 @@ def prepare(
     x = before.given = keep_input(module, given, before)
     before.version = x._version
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
-
-
-def is_users(module: nn.Module) -> bool:
-    """Whether a layer was written by users, and may overwrite what it is given without an attribute `inplace`."""
-    return not type(module).__module__.startswith(("torch.", "bpk."))
 
 
 def generators_of(module: nn.Module) -> RandomState:

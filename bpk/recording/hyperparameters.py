@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
+from operator import is_
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import WithArguments
 from bpk.recording.changed import Changed, Stamp, is_changed, stamp
+from bpk.recording.membership import MARK, Mark, is_users
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
 """Types of hyperparameters."""
@@ -35,6 +37,30 @@ def is_other(now: Any, known: Any) -> bool:
     return type(now) is not type(known) or not is_setting(now) or now != known
 
 
+def settings_of(module: nn.Module) -> Mapping[str, Any]:
+    """The plain attributes of a module: one dictionary for all calls that find the same.
+
+    A class of torch reads none that was set later. What is in a list may change in place.
+    """
+    fields = module.__dict__
+    mark: Mark | None = fields.get(MARK)
+    known = None if mark is None else mark.settings
+    if known is not None and all(map(is_, map(fields.get, known), known.values())):
+        return known
+    found: dict[str, Any] = {}
+    lasts = not is_users(module)
+    for name, value in fields.items():
+        kind = type(value)
+        if kind in PLAIN:
+            found[name] = value
+        elif kind in SEQUENCES and is_setting(value):
+            lasts = lasts and kind is tuple
+            found[name] = value if kind is tuple else copy.deepcopy(value)
+    if mark is not None:
+        mark.settings = found if lasts else None
+    return found
+
+
 class Hyperparameters:
     """What a call depends on beside inputs and parameters.
 
@@ -47,13 +73,7 @@ class Hyperparameters:
 
     def __init__(self, module: nn.Module, options: Any) -> None:
         self.module = module
-        self.plain = {}
-        for name, value in module.__dict__.items():
-            kind = type(value)
-            if kind in PLAIN:
-                self.plain[name] = value
-            elif kind in SEQUENCES and is_setting(value):
-                self.plain[name] = value if kind is tuple else copy.deepcopy(value)  # it may be changed in place
+        self.plain = settings_of(module)
         if module._buffers:
             self.buffers = {name: (x, stamp(x)) for name, x in module._buffers.items() if x is not None}
         if options is not module:

@@ -26,6 +26,9 @@ class Mark:
     usual: Any = None
     """What is known of how the module is called (`usual.py`): copies find out for themselves."""
 
+    settings: Mapping[str, Any] | None = None
+    """The module's plain attributes as a call has found them (`hyperparameters.py`)."""
+
     def __init__(self, undo: Callable[[nn.Module], None], module: nn.Module | None = None) -> None:
         self.undo = undo
         self.module = (lambda: None) if module is None else weakref.ref(module)
@@ -62,6 +65,11 @@ def mark_whole(model: nn.Module) -> None:
     for module in model.modules():
         if MARK in module.__dict__:
             module.__dict__[MARK].be_within(model)
+
+
+def is_users(module: nn.Module) -> bool:
+    """Whether a layer was written by users: what its class does is not known."""
+    return not type(module).__module__.startswith(("torch.", "bpk."))
 
 
 def path_of(module: nn.Module) -> str:

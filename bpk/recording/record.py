@@ -74,8 +74,12 @@ class Record(Connected):
         self.rule = rule
         self.is_loss = rule is not None and rule.is_loss
         self.params = params or {}
-        self.stamps: Sequence[Stamp] = [stamp(p) for p in self.params.values()] if self.params else ()
-        self.frozen = [name for name, p in self.params.items() if not p.requires_grad] if self.params else ()
+        self.stamps: list[Stamp] = []
+        self.frozen: list[str] = []
+        for name, p in self.params.items():
+            self.stamps.append(stamp(p))
+            if not p.requires_grad:
+                self.frozen.append(name)
         self.handed: Sequence[weakref.ref[Tensor]] = ()
         self.drawn: RandomState | None = None
         self.cached: tuple[tuple[object, ...], list[Tensor], Call] | None = None
@@ -108,7 +112,11 @@ class Record(Connected):
 
     def trained(self) -> dict[str, Tensor]:
         """The parameters of the call that get fields, by name: not those that were frozen when it was made."""
-        return {n: p for n, p in self.params.items() if p.requires_grad and p.is_leaf and n not in self.frozen}
+        found: dict[str, Tensor] = {}
+        for name, p in self.params.items():
+            if p.requires_grad and p.is_leaf and name not in self.frozen:
+                found[name] = p
+        return found
 
     @property
     def is_function(self) -> bool:
@@ -194,7 +202,7 @@ class Record(Connected):
         if not keeps_fields and self.stored is not None:
             forget(self.module, self.stored)
         self.stored = self.recomputed = None  # the graph owns the record until the loss is let go
-        self.inputs, self.results, self.cached, self.stamps = (), {}, None, ()
+        self.inputs, self.results, self.cached, self.stamps = (), {}, None, []
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
 

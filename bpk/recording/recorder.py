@@ -61,8 +61,7 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         mark.be_within(CTX.called)
     usual: Usual | None = None if mark is None or before is not None or kwargs or CTX.disabled else mark.usual
     if usual is not None and (found := usual.parameters(module, args, output, record)) is not None:
-        changed = write_down(module, usual.rule, Binding(module, args), {0: output}, found, before)
-        return substitute(output, changed) if changed else None
+        return write_down(module, usual.rule, Binding(module, args), {0: output}, found, before).get(id(output))
     tensors = tensors_in(output)
     if CTX.disabled and engine.checkpointing() is None:
         leave_note(module, tensors)

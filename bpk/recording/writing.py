@@ -62,6 +62,9 @@ def write_down(
 
 def connect(inputs: tuple[Tensor, ...], before: Before | None) -> tuple[tuple[Tensor, ...], tuple[Edge, ...]]:
     """Aliases of the inputs of a call, and the graph edges that lead to them."""
+    if len(inputs) == 1 and (before is None or before.kept is None):
+        one, edge = keep(inputs[0])
+        return (one,), (edge,)
     found: dict[int, tuple[Tensor, Edge]] = {}  # query, key and value may be the same tensor
     if before is not None and before.kept is not None:
         found[id(inputs[0])] = before.kept, before.edge
@@ -101,7 +104,7 @@ def is_given(out: Tensor, inputs: tuple[Tensor, ...], before: Before | None) -> 
 
 def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:
     """Whether a view looks at memory that an input looks at, too."""
-    return any(out._base is (x._base if x._is_view() else x) for x in inputs)
+    return any(out._base is x or out._base is x._base for x in inputs)
 
 
 def require_names(written: Record, node: Node) -> None:

@@ -22,7 +22,7 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return x.detach()
 
     @staticmethod
@@ -39,7 +39,7 @@ class Together(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tuple(x.detach() for x in tensors)  # not views: these must not be changed in place
 
     @staticmethod
