@@ -12,6 +12,9 @@ from bpk.recording import engine
 INPUT_NAMES = tuple(f"input{k}" for k in range(16))
 """Under which names the inputs of a layer are left on it."""
 
+NAMES = frozenset(("output", *INPUT_NAMES))
+"""Under which names anything is."""
+
 
 def nothing() -> None:
     """What a copy gets in place of something that belongs to one forward pass."""
@@ -57,9 +60,6 @@ def forget(module: nn.Module, output: Tensor | None = None) -> None:
     fields = module.__dict__
     if output is not None and fields.get("output") is not output and not is_own(module, "output"):
         return
-    for name in ("output", *INPUT_NAMES):
-        if name in fields:
-            if isinstance(fields[name], Tensor) and type(fields[name]) is not Tensor:  # left there, see `is_own`
-                del fields[name]
-        elif name != "output" and not is_own(module, name):
-            break
+    for name in NAMES & fields.keys():
+        if isinstance(fields[name], Tensor) and type(fields[name]) is not Tensor:  # left there, see `is_own`
+            del fields[name]

@@ -81,27 +81,27 @@ class Hyperparameters:
 
     def as_called(self, options: Any) -> Any:
         """The options as they were; a module shares its parameters with its copy."""
-        if isinstance(options, nn.Module):
-            return self.module_as_called(options)
+        if not isinstance(options, nn.Module):
+            return self.arguments_as_called(options)
+        now, buffers = options.__dict__, options._buffers
+        for name, value in self.plain.items():
+            if now.get(name) is not value and is_other(now.get(name), value) and not name.startswith("_"):
+                return self.earlier(options)
+        for name, (x, known) in self.buffers.items():
+            if buffers.get(name) is not x or is_changed(x, known):
+                return self.earlier(options)
+        return options
+
+    def arguments_as_called(self, options: Any) -> Any:
+        """The same of options that have tensors among them."""
         lost = [(name, x) for name, x in tensors_of(options) if is_changed(x, self.given.get(name))]
         gone = {name: Changed.of(self.module, name, x) for name, x in lost}
         if not isinstance(options, WithArguments):
             return dataclasses.replace(options, **gone) if gone else options
-        module = self.module_as_called(options.module)
+        module = self.as_called(options.module)
         if not gone and module is options.module:
             return options
         return WithArguments(module, {**options.arguments, **gone})
-
-    def module_as_called(self, module: nn.Module) -> nn.Module:
-        """The module, or a copy that has the settings of the call."""
-        now, buffers = module.__dict__, module._buffers
-        for name, value in self.plain.items():
-            if now.get(name) is not value and is_other(now.get(name), value) and not name.startswith("_"):
-                return self.earlier(module)
-        for name, (x, known) in self.buffers.items():
-            if buffers.get(name) is not x or is_changed(x, known):
-                return self.earlier(module)
-        return module
 
     def earlier(self, module: nn.Module) -> nn.Module:
         """A copy as the module was."""

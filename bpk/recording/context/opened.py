@@ -60,9 +60,9 @@ class Opened:
 
     `begin` is called when a pass comes to a recorded call for the first time, with the number of the engine's task and
     with `backwards`: the passes under way, by that number; a pass takes itself off when it has ended. `recorded` says
-    whether a call was written down, `reached` whether a pass has come to one, and `elsewhere` whether a pass in another
-    thread has come to a call of this thread. A context `asks_for_layers` if there is something to do at each,
-    beside what rules say. `called` is the model whose forward pass has opened the context, if any.
+    whether a call was written down, `reached` whether a pass has come to an extended module, and `elsewhere` whether a
+    pass in another thread has come to a call of this thread. A context `asks_for_layers` if there is something to do at
+    each, beside what rules say. `called` is the model whose forward pass has opened the context, if any.
     """
 
     def __init__(self, context: Settings, begin: Callable[[int, dict[int, Pass]], Pass]) -> None:
@@ -92,28 +92,25 @@ class Opened:
         inside = (called is not None and called is not self.called) or bool(self.backwards)
         return not inside and not engine.leads_elsewhere()
 
-    def running(self, called: nn.Module | None, record: Any, grads: tuple[Tensor | None, ...]) -> Pass | None:
-        """The backward pass that has reached a recorded call (`None`: the context is not for it); see `is_for`."""
-        task = engine.current_task()
-        under_way = self.backwards.get(task)
-        if under_way is None:
-            if not self.is_for(called):
-                return None
-            require_plain_pass(record.path, grads)
-            under_way = self.start(task)
-        self.reached = True
-        return under_way
+    def start_at(self, called: nn.Module | None, record: Any, grads: tuple[Tensor | None, ...]) -> Pass | None:
+        """A backward pass has come to a recorded call, and is not under way (`None`: the context is not for it)."""
+        if not self.is_for(called):
+            return None
+        require_plain_pass(record.path, grads)
+        return self.start()
 
     def pass_on(self, called: nn.Module | None, module: nn.Module) -> None:
         """A backward pass has reached a layer that had returned what it was given, and was not recorded."""
-        task = engine.current_task()
-        if task in self.backwards or self.is_for(called):
-            (self.backwards.get(task) or self.start(task)).pass_on(module)
+        under_way = self.backwards.get(engine.current_task())
+        if under_way is not None or self.is_for(called):
+            (under_way or self.start()).pass_on(module)
 
-    def start(self, task: int) -> Pass:
+    def start(self) -> Pass:
         """Begin to work on the backward pass that runs now."""
-        self.backwards[task] = self.begin(task, self.backwards)
-        return self.backwards[task]
+        task = engine.current_task()
+        under_way = self.backwards[task] = self.begin(task, self.backwards)
+        self.reached = True
+        return under_way
 
     def abort(self) -> None:
         """Passes that are still under way did not finish: what ends well takes itself off the list."""

@@ -56,7 +56,8 @@ def visit(record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | No
         return (None,) * len(grads)
     for nr in record.places if CTX.stack else ():
         if grads[nr] is not None:
-            under_way = CTX.stack[-1].running(CTX.called, record, grads)
+            opened = CTX.stack[-1]
+            under_way = opened.backwards.get(engine.current_task()) or opened.start_at(CTX.called, record, grads)
             if under_way is None:
                 break
             return under_way.visit(record, grads)
