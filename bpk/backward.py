@@ -72,6 +72,7 @@ class Backward:
         self.reached: dict[nn.Module, None] = {}  # the layers that take part
         for listener in self.listeners:
             listener.begin()
+        engine.when_finished(Ending(self))
 
     # ---- life cycle ------------------------------------------------------------------------------
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:

@@ -8,10 +8,9 @@ from types import TracebackType
 from torch import nn
 from torch.amp import GradScaler
 
-from bpk.backward import Backward, Ending
+from bpk.backward import Backward
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain
-from bpk.recording import engine
 from bpk.recording.context.opened import ExtensionHook, Opened, Pass, Settings
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import require_eager
@@ -114,13 +113,7 @@ class backpack(Settings):
 
     def begin(self, task: int, under_way: dict[int, Pass]) -> Backward:
         """A backward pass of this number has come to a recorded call for the first time."""
-        return self.watch(Backward(self, task, under_way))
-
-    @staticmethod
-    def watch(backward: Backward) -> Backward:
-        """Let the engine tell a pass when it is over."""
-        engine.when_finished(Ending(backward))
-        return backward
+        return Backward(self, task, under_way)
 
 
 def positive(name: str, number: int | None) -> int | None:

@@ -45,7 +45,7 @@ class Observed(backpack):
 
     def begin(self, task: int, under_way: dict[int, Pass]) -> Backward:
         self.samples = self.columns = self.rounds = 0
-        return self.watch(ObservedBackward(self, task, under_way))
+        return ObservedBackward(self, task, under_way)
 
 
 class ObservedBackward(Backward):

@@ -63,7 +63,7 @@ class Watched(backpack):
 
     def begin(self, task: int, under_way: dict[int, Pass]) -> Backward:
         self.seen = Seen()
-        return self.watch(WatchedBackward(self, task, under_way))
+        return WatchedBackward(self, task, under_way)
 
 
 class WatchedBackward(Backward):
