@@ -56,19 +56,11 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
     """Whether there are calls whose outputs depend on several samples each (a family that says when: see `mixing`)."""
     may_refuse: bool = False
     """Whether there are calls which second-order quantities cannot pass (see `obstacle`)."""
-    sees_calls_as_they_are: bool = False
-    """Whether all that it sees of a call are the module, the tensors among the arguments, and `params`."""
-    binds_by_shapes: bool = False
-    """Whether that is so of calls with tensors of the same shapes, if of one of them (a class that has `bind` says)."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.may_mix = cls.mixing is not Rule.mixing
         cls.may_refuse = cls.may_mix or cls.obstacle is not Rule.obstacle
-        binder = next(base for base in cls.__mro__ if "bind" in vars(base))
-        usual = cls.params_of is Rule.params_of
-        cls.sees_calls_as_they_are = usual and binder is Rule
-        cls.binds_by_shapes = usual and vars(binder).get("binds_by_shapes", False)
 
     def __init__(
         self,

@@ -23,9 +23,6 @@ class Mark:
     is around a module is looked for there, and not in all models of the process.
     """
 
-    usual: Any = None
-    """What is known of how the module is called (`usual.py`): copies find out for themselves."""
-
     settings: Mapping[str, Any] | None = None
     """The module's plain attributes as a call has found them (`hyperparameters.py`)."""
 

@@ -35,7 +35,6 @@ from bpk.recording.unrecorded import (
     note_transform,
     returns_more,
 )
-from bpk.recording.usual import Usual
 from bpk.recording.writing import write_down
 from bpk.rules import REGISTRY
 
@@ -59,16 +58,18 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     mark: Mark | None = module.__dict__.get(MARK)
     if mark is not None and CTX.called is not None:
         mark.be_within(CTX.called)
-    usual: Usual | None = None if mark is None or before is not None or kwargs or CTX.disabled else mark.usual
-    if usual is not None and (found := usual.parameters(module, args, output, record)) is not None:
-        return write_down(module, usual.rule, Binding(module, args), {0: output}, found, before).get(id(output))
     tensors = tensors_in(output)
     if CTX.disabled and engine.checkpointing() is None:
         leave_note(module, tensors)
         return None
-    if not tensors or [x for x in tensors if isinstance(x, StandIn)]:
+    results: dict[int, Tensor] = {}
+    for number, x in enumerate(tensors):
+        if isinstance(x, StandIn):
+            return None
+        if x.requires_grad:
+            results[number] = x
+    if not tensors:
         return None
-    results = {k: x for k, x in enumerate(tensors) if x.requires_grad}
     rule = rule_of(module, output) if results else REGISTRY.find(module)
     binding = bind(module, rule, args, kwargs)
     if rule is not None and not (rule.params or rule.is_loss or binding.inputs):  # `nn.Identity` takes lists, too
@@ -85,9 +86,9 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
         else:
             treatment = treatment_of(module, rule, binding, results, params)
         if treatment is Treatment.RECORD and params is not None:
-            if mark is not None:
-                mark.usual = Usual.of(module, rule, binding, results)
             changed = write_down(module, rule, binding, results, params, before)
+            if output is tensors[0]:
+                return changed.get(id(output))
             return substitute(output, changed) if changed else None
     inputs = binding.inputs or tensors_in((*args, *kwargs.values()))
     leave_unrecorded(module, inputs, tensors, None if before is None else before.kept, as_given)

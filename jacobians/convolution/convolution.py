@@ -70,8 +70,6 @@ class ChannelsFirst(Affine):
         super().__init__(*modules, functions=functions, params=("weight", "bias"), examples=examples)
         self.axes = axes
 
-    binds_by_shapes = True  # it looks at the axes of the input, and at the number of channels
-
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
         given = {name: x for name, x in kwargs.items() if name != "output_size"}  # the output has it
         binding = super().bind(module, args[:1], given)

@@ -1,4 +1,4 @@
-"""Calls that look like an earlier one of the same layer are written down as they would be if all were decided anew."""
+"""Later calls of a layer are written down as they would be if it had not been called before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from bpk.jacobians.families.elementwise import Elementwise
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.recording.graph.ownership import owner_of
-from bpk.recording.membership import MARK
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -45,31 +44,16 @@ def described(record: Record | None) -> Any:
     return [getattr(record, name) for name in names], tensors, edges, binding, plain, parameters, len(record.handed)
 
 
-def is_usual(module: nn.Module) -> bool:
-    """Whether something is known of how the module is called."""
-    return module.__dict__[MARK].usual is not None
-
-
 @pytest.mark.parametrize("rule", list(REGISTRY), ids=[" ".join(rule.name.split()) for rule in REGISTRY])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_each_rule(rule: Rule) -> None:
-    """The second call of a layer, which may be known by then, gives the record that the first one has given."""
+    """The second call of a layer gives the record that the first one has given."""
     for example in rule.examples:
         module = bpk.extend(example.build().to(DTYPE))
         live = rule.predictions if isinstance(rule, Loss) else range(len(example.inputs(DTYPE)))
         inputs = [x.requires_grad_(x.is_floating_point() and k in live) for k, x in enumerate(example.inputs(DTYPE))]
         records = [[described(r) for r in found_at(module(*[x.clone() for x in inputs]))] for _ in range(3)]
         assert records[0] == records[1] == records[2]
-
-
-def test_most_layers_are_known() -> None:
-    """After one call, of every rule that sees calls as they are; those of PyTorch that are used most are among them."""
-    for kind in (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm, nn.ReLU, nn.GELU, nn.MaxPool2d, nn.Softmax):
-        rule = REGISTRY.find(kind)
-        assert rule is not None
-        module = bpk.extend(rule.examples[0].build().to(DTYPE))
-        module(*[x.requires_grad_() for x in rule.examples[0].inputs(DTYPE)])
-        assert is_usual(module), kind
 
 
 class Doubled(nn.Module):
@@ -158,7 +142,6 @@ def test_what_changes_is_seen(
     module, x = kind(3, 2), torch.randn(4, 3, requires_grad=True)
     fresh, known = bpk.extend(copy.deepcopy(module)), bpk.extend(module)
     known(x)
-    assert is_usual(known) and not is_usual(fresh)
     found = []
     for layer in (fresh, known):
         change(layer)
@@ -176,7 +159,6 @@ def test_other_tensors(x: Tensor) -> None:
     """Numbers that the layer was not given before."""
     known, fresh = bpk.extend(nn.Tanh()), bpk.extend(nn.Tanh())
     known(torch.randn(4, 3, requires_grad=True))
-    assert is_usual(known)
     x.requires_grad_()
     first, second = ([described(r) for r in found_at(layer(x))] for layer in (fresh, known))
     assert first == second
@@ -212,16 +194,15 @@ def test_rules_come_and_go() -> None:
 
 
 def test_a_transform_runs() -> None:
-    """`torch.func` differentiates a layer that is known: nothing is written down."""
+    """`torch.func` differentiates a layer that was called before: nothing is written down."""
     layer, x = bpk.extend(nn.Linear(3, 2)), torch.randn(4, 3)
     layer(x)
-    assert is_usual(layer)
     grads = torch.func.grad(lambda z: layer(z).sum())(x)
     torch.testing.assert_close(grads, layer.weight.sum(0).expand(4, 3))
 
 
 def test_hooks_for_all_modules() -> None:
-    """They may change what a known layer returns."""
+    """They may change what a layer returns."""
     layer, x = bpk.extend(nn.Sequential(nn.Linear(3, 2))), torch.randn(4, 3)
     layer(x)
     handle = torch.nn.modules.module.register_module_forward_hook(
@@ -233,10 +214,3 @@ def test_hooks_for_all_modules() -> None:
     finally:
         handle.remove()
     torch.testing.assert_close(layer[0].weight.grad_batch, 3 * x[:, None, :].expand(4, 2, 3))
-
-
-def test_copies_find_out_for_themselves() -> None:
-    """A copy of a known layer knows nothing, and belongs to nobody."""
-    layer = bpk.extend(nn.Linear(3, 2))
-    layer(torch.randn(4, 3))
-    assert is_usual(layer) and not is_usual(copy.deepcopy(layer))
