@@ -92,6 +92,11 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Any = None) -> Tensor
     return found.squeeze(-1) if one else found
 
 
+def cholesky_inverse(L: Tensor, upper: bool = False) -> Tensor:
+    """`torch.cholesky_inverse`, whose first derivative by forward mode is wrong already."""
+    return torch.cholesky_solve(torch.eye(L.shape[-1], dtype=L.dtype, device=L.device), L, upper)
+
+
 ALGEBRA: dict[Any, Callable[..., Any]] = {
     torch.prod: product,
     Tensor.prod: product,
@@ -106,6 +111,8 @@ ALGEBRA: dict[Any, Callable[..., Any]] = {
     torch.logdet: logdet,
     Tensor.logdet: logdet,
     torch.linalg.solve: solve,
+    torch.cholesky_inverse: cholesky_inverse,
+    Tensor.cholesky_inverse: cholesky_inverse,
 }
 """What stands for a function."""
 

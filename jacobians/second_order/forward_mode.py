@@ -15,7 +15,9 @@ from bpk.jacobians.core.engine import without_tangents
 
 
 def require_forward_mode(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call whose result torch silently takes for a constant, in forward mode (seen in 2.13)."""
+    """Refuse a call whose result torch silently takes for a constant, or differentiates wrongly (seen in 2.13)."""
+    if func in (torch.cholesky_inverse, Tensor.cholesky_inverse):
+        raise NotImplementedError("torch differentiates cholesky_inverse wrongly in forward mode")
     if func in (torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_):
         wrong = "prod" in (kwargs.get("reduce"), *args[4:5])
     else:

@@ -51,9 +51,22 @@ class Multiplied(nn.Module):
         return torch.ones(len(x), 2, dtype=x.dtype).scatter_reduce(1, places, self.linear(x), "prod")
 
 
+class Inverted(nn.Module):
+    """A covariance of each sample, by a function that torch differentiates wrongly in forward mode (seen in 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = torch.eye(2, dtype=x.dtype) + 0.1 * self.linear(x).unflatten(1, (2, 2)).tril()
+        return torch.cholesky_inverse(factors)[:, 1]
+
+
 @pytest.mark.parametrize("vectors", [1, 2])
-def test_without_a_forward_mode_that_torch_would_say(vectors: int) -> None:
-    model, x = Multiplied().to(DOUBLE), torch.randn(5, 3, dtype=DOUBLE)
+@pytest.mark.parametrize("kind", [Multiplied, Inverted])
+def test_without_a_forward_mode_that_torch_would_say(vectors: int, kind: type[nn.Module]) -> None:
+    model, x = kind().to(DOUBLE), torch.randn(5, 3, dtype=DOUBLE)
     params = list(model.parameters())
     rows = [torch.autograd.grad(z, params, retain_graph=True) for z in model(x).flatten()]
     jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])

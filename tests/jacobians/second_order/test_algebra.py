@@ -57,6 +57,17 @@ def inverse_times(A: Tensor, B: Tensor) -> Tensor:
     return adjugate(A) @ B / by_permutations(A)[..., None, None]
 
 
+def inverse_of_product(L: Tensor) -> Tensor:
+    """`(L L^T)^-1` of a lower triangle."""
+    A = L @ L.mT
+    return adjugate(A) / by_permutations(A)[..., None, None]
+
+
+def triangle(x: Tensor) -> Tensor:
+    """The lower triangle of a matrix, with a diagonal that is not small."""
+    return x.tril() + 4 * torch.eye(x.shape[-1], dtype=DOUBLE)
+
+
 def coefficients(function: Function, x: Tensor, v: Tensor) -> list[Tensor]:
     """`c_1, c_2, c_3` along `x + t v`, by reverse mode for one entry after the other."""
     t = torch.zeros((), dtype=DOUBLE, requires_grad=True)
@@ -122,6 +133,16 @@ PAIRS: dict[str, tuple[Function, Function, torch.Size]] = {
     ),
     "prod of all": (torch.prod, lambda x: one_by_one(x.flatten())[-1], torch.Size((2, 2))),
     "cumprod": (lambda x: x.cumprod(-1), one_by_one, torch.Size((3, 4))),
+    "cholesky_inverse": (
+        lambda x: torch.cholesky_inverse(triangle(x)),
+        lambda x: inverse_of_product(triangle(x)),
+        SMALL,
+    ),
+    "of an upper triangle": (
+        lambda x: triangle(x).mT.cholesky_inverse(upper=True),
+        lambda x: inverse_of_product(triangle(x)),
+        SMALL,
+    ),
 }
 
 
@@ -141,7 +162,7 @@ def test_coefficients(name: str, zeros: bool) -> None:
         torch.testing.assert_close(c[0], expected, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["det", "slogdet", "logdet", "solve", "cumprod"])
+@pytest.mark.parametrize("name", ["det", "slogdet", "logdet", "solve", "cumprod", "cholesky_inverse"])
 def test_torch_is_wrong(name: str) -> None:
     """This is why compositions stand for these functions."""
     function, written_down, shape = PAIRS[name]
