@@ -185,7 +185,7 @@ def by_name(rule: Served, function: Any, args: Sequence[Any], kwargs: Mapping[st
         options["return_indices"] = True
     try:
         module = layer(**options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:  # the last from `Hardtanh` with an empty interval
         raise CannotConvert(f"{what} does not give all that {layer.__name__} needs: {error}.") from None
     if "training" in signature.parameters:
         mode = bound.arguments.get("training", signature.parameters["training"].default)

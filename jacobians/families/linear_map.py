@@ -210,6 +210,8 @@ class RandomScale(ZeroResidual, Pointwise):
         """`[N, *out]`, what every entry was multiplied by."""
 
         def drawn() -> Tensor:
+            if call.options.p == 1:  # nothing is drawn, and nothing left
+                return torch.zeros_like(call.output)
             if call.pull is None:
                 raise UnsupportedLayer(
                     explain(

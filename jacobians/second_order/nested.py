@@ -126,9 +126,14 @@ def push(function: Function, given: Sequence[Series], tangents: Sequence[Term]) 
             point[i] = x
         return function(*point)
 
-    values = tuple(given[i].value for i in moving)
+    values = tuple(written_out(given[i].value) for i in moving)
     columns = [t for t in tangents if t is not None]
     return list(by_column(lambda *ts: (jvp(of_moving, values, ts)[1],), columns)[0])
+
+
+def written_out(x: Tensor) -> Tensor:
+    """With memory for each entry: torch may write a tangent into memory that is laid out like the value's."""
+    return x.clone() if any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)) else x
 
 
 def by_column(function: Callable[..., Derivatives], columns: Sequence[Tensor]) -> Derivatives:

@@ -47,8 +47,11 @@ def statistics() -> Tensor:
         lambda m, x: torch.batch_norm(x * x, m.scale, m.scale, statistics(), statistics(), False, 0.1, 1e-5, False),
         lambda m, x: torch.instance_norm((x * x)[:, None], None, None, None, None, True, 0.1, 1e-5, False),
         lambda m, x: (x.sigmoid() * 0.9).logit(),  # of which torch has forward mode with a graph alone
+        lambda m, x: torch.broadcast_tensors(x.sin()[:, :, None], m.scale)[0].reshape(len(x), -1),
+        lambda m, x: x.sin() + F.dropout(x, 1.0) + F.alpha_dropout(x, 1.0),  # nothing is drawn
+        lambda m, x: x.sin() + F.hardtanh(x, 0.5, 0.5),  # `nn.Hardtanh` takes no empty interval
     ],
-    ids=["augmented", "overwritten", "batch_norm", "instance_norm", "logit"],
+    ids=["augmented", "overwritten", "batch_norm", "instance_norm", "logit", "broadcast", "dropout", "hardtanh"],
 )
 def test_functions(function: Callable[..., Tensor]) -> None:
     check(Function(function), torch.randn(N, D), order=2)
