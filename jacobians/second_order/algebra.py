@@ -121,3 +121,6 @@ NOT_TWICE = (
     *(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr),
 )
 """Functions whose second derivatives by forward mode are wrong, and for which nothing stands."""
+
+NOT_THRICE = (torch.linalg.eig, torch.linalg.eigvals)
+"""The same of third derivatives: torch's formula for the first one solves by `torch.linalg.solve_ex`."""

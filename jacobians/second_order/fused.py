@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bpk.jacobians.core.numeric import safe_sqrt
-from bpk.jacobians.second_order.algebra import ALGEBRA, NOT_TWICE
+from bpk.jacobians.second_order.algebra import ALGEBRA, NOT_THRICE, NOT_TWICE
 from bpk.jacobians.second_order.forward_mode import require_forward_mode
 from bpk.jacobians.second_order.weight_norm import weight_norm
 
@@ -222,16 +222,23 @@ class StandIns(TorchFunctionMode):
 
 
 class Composed(StandIns):
-    """Inside, fused normalisations and norms are compositions, and so are products and functions of matrices."""
+    """Inside, fused normalisations and norms are compositions, and so are products and functions of matrices.
 
-    def __init__(self) -> None:
+    Args:
+        order: How many derivatives are taken by forward mode, one inside of the other; two are safe.
+    """
+
+    def __init__(self, order: int = 2) -> None:
         super().__init__(COMPOSED)
+        self.order = order
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in OTHERS:
             raise NotImplementedError(f"torch differentiates {func.__name__} wrongly, more than once by forward mode")
+        if func in NOT_THRICE and self.order > 2:
+            raise NotImplementedError(f"torch differentiates {func.__name__} wrongly, more than twice by forward mode")
         if func not in self.functions:
             require_forward_mode(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)

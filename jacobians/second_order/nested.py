@@ -47,7 +47,8 @@ def nested(function: Function, given: Sequence[Series]) -> list[list[Term]]:
     found: list[list[Term]] = []
     if places:
         curves = [c for i, k in places if (c := given[i].terms[k]) is not None]
-        derivatives = by_column(lambda *columns: along(function, given, places, columns, order), curves)
+        with Composed(order):
+            derivatives = by_column(lambda *columns: along(function, given, places, columns, order), curves)
         for result in zip(*derivatives, strict=True):
             found.append([d / factorial(k) for k, d in enumerate(result, start=1)])
     if collapse is None:

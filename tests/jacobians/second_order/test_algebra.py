@@ -191,3 +191,17 @@ def test_refusals(function: Function) -> None:
     x = torch.randn(FOUR, dtype=DOUBLE)
     with pytest.raises(NotImplementedError, match="forward mode"):
         nested(lambda y: (function(y),), [Series(x, (x[None], None))])
+
+
+@pytest.mark.parametrize("function", [torch.linalg.eigvals, lambda x: torch.linalg.eig(x)[0]])
+def test_three_derivatives_of_eigenvalues(function: Function) -> None:
+    """Torch's third one is wrong; the sum of powers of eigenvalues is that of a power's diagonal."""
+    torch.manual_seed(0)
+    x, v = torch.randn(FOUR, dtype=DOUBLE), torch.randn(FOUR, dtype=DOUBLE)
+    (found,) = nested(lambda y: (function(y).pow(3).real.sum(-1),), [Series(x, (v[None], None))])
+    expected = [3 * x @ x @ v, 3 * x @ v @ v]
+    for c, power in zip(found, expected, strict=True):
+        assert c is not None
+        torch.testing.assert_close(c[0], power.diagonal(dim1=-2, dim2=-1).sum(-1), rtol=1e-8, atol=1e-9)
+    with pytest.raises(NotImplementedError, match="more than twice"):
+        nested(lambda y: (function(y),), [Series(x, (v[None], None, None))])
