@@ -33,6 +33,11 @@ def is_of_numbers(binding: Binding, results: Mapping[int, Tensor]) -> bool:
     return bool(binding.inputs) and not any(x.dim() for x in (*binding.inputs, *results.values()))
 
 
+def has_numbers(binding: Binding) -> bool:
+    """Whether an input is a number, in the place of samples: the layer acts on a statistic, a parameter, one entry."""
+    return any(not x.dim() and binding.axis(k) is not None for k, x in enumerate(binding.inputs))
+
+
 def treatment_of(
     module: nn.Module,
     rule: Rule | None,
@@ -43,6 +48,8 @@ def treatment_of(
     """What is done about a call."""
     if (rule is None or rule is GENERIC_LOSS) and is_of_numbers(binding, results):
         return Treatment.LEAVE
+    if rule is not None and not rule.is_loss and has_numbers(binding):
+        return Treatment.PASSAGE if rule.params else Treatment.LEAVE
     if params is None:
         return Treatment.PASSAGE
     for p in params.values():
