@@ -36,16 +36,18 @@ class DirectUse(Autodiff):
         return Binding(options, tuple(batched), problem=problem, do="expand them to the batch size.")
 
     def takes_one(self, module: ParametricFunction, inputs: Sequence[Tensor], constants: Sequence[Any]) -> bool:
-        """Whether one sample alone gives one result: not where the batch size is written as a number.
+        """Whether one sample alone gives one result, and two give two.
 
+        Not where the batch size is written as a number, or where what is in front is no batch axis and is added up.
         This depends on shapes only, so that it is asked once for each; the values are compared in `mixing`.
         """
         shapes = (module.training, *(x.shape for x in inputs))
         if shapes not in module.shapes:
             try:
                 with torch.no_grad():
-                    one = module.forward(*[x[:1] for x in inputs], *constants)
-                found = isinstance(one, Tensor) and one.shape[:1] == (1,)
+                    some = {n: module.forward(*[x[:n] for x in inputs], *constants) for n in (1, 2)}
+                rows = len(inputs[0])
+                found = all(isinstance(y, Tensor) and y.shape[:1] == (min(n, rows),) for n, y in some.items())
             except (RuntimeError, ValueError, IndexError):
                 found = False
             if len(module.shapes) >= KNOWN:

@@ -77,7 +77,7 @@ def mask_linear(options: Options, x: Tensor) -> Tensor:
 # ---- how functions are read --------------------------------------------------------------------------
 def read_expand(input: Any, *sizes: Any) -> Conversion:
     """`input.expand(input.size(0), ...)`."""
-    first, *others = one_by_one(sizes)
+    first, *others = one_by_one(sizes) or (0,)  # of a number, which has no sizes
     if not isinstance(first, Size) and first != -1:
         raise CannotConvert("its first size is not known to be that of the batch axis (write x.size(0) or -1 there).")
     require_constant("a size", *others)
@@ -86,7 +86,7 @@ def read_expand(input: Any, *sizes: Any) -> Conversion:
 
 def read_repeat(input: Any, *repeats: Any) -> Conversion:
     """`input.repeat(1, ...)`."""
-    first, *others = one_by_one(repeats)
+    first, *others = one_by_one(repeats) or (0,)
     require_constant("a number of repetitions", first, *others)
     if first != 1:
         raise CannotConvert("it repeats the samples.")

@@ -238,7 +238,8 @@ class Rewriting:
         """Call a new module before a node, and add it to these entries of the report."""
         generic = isinstance(module, FunctionModule)
         named = generic or type(module).__module__.startswith("torch.nn.")
-        path = self.tree.add(module, name_of(source).strip("_").lower() or "function" if named else None)
+        name = name_of(source).strip("_").lower().replace(".", "_")  # of `torch.ops.aten.sin.default`, say
+        path = self.tree.add(module, name or "function" if named else None)
         entries[path] = repr(module) if generic else name_of(source)
         if generic:
             module.train(self.training)

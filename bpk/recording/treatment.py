@@ -49,7 +49,7 @@ def treatment_of(
     if (rule is None or rule is GENERIC_LOSS) and is_of_numbers(binding, results):
         return Treatment.LEAVE
     if rule is not None and not rule.is_loss and has_numbers(binding):
-        return Treatment.PASSAGE if rule.params else Treatment.LEAVE
+        return Treatment.LEAVE if params == {} else Treatment.PASSAGE
     if params is None:
         return Treatment.PASSAGE
     for p in params.values():

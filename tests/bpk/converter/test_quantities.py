@@ -109,6 +109,29 @@ def test_functions_become_modules(name: str) -> None:
     assert only_modules(check(model, rand(3, 4)))
 
 
+class OneByOne(nn.Module):
+    """Functions of each sample, of which the first axis has features: of numbers, of a parameter, added up or not."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.a, self.b = linear(4, features), linear(4, 3)
+        self.w, self.scale = nn.Parameter(torch.rand(features)), nn.Parameter(torch.rand(1))
+
+    def of_sample(self, h: Tensor) -> list[Tensor]:
+        distance = F.pairwise_distance(h, self.w, keepdim=True)
+        total = (h * self.scale).sum(0, keepdim=True)
+        return [distance, total, torch.ops.aten.sin.default(h[:1]), F.softplus(h[0]).repeat(()).expand(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(torch.stack([torch.cat(self.of_sample(h[n])) for n in range(3)]))
+
+
+@pytest.mark.parametrize("features", [3, 5])  # three, as there are samples
+def test_sample_by_sample(features: int) -> None:
+    check(OneByOne(features), rand(3, 4))
+
+
 class Reused(nn.Module):
     """Layers that are called several times, one in place, one never."""
 
