@@ -59,8 +59,8 @@ def treatment_of(
         for x in (*results.values(), *binding.inputs):
             if x.is_complex():  # rules have products with real numbers; autograd knows what to conjugate
                 return Treatment.LEAVE
-    if binding.problem and isinstance(module, FunctionModule):  # autograd takes any function of parameters
-        return Treatment.PASSAGE
+    if isinstance(module, FunctionModule) and (binding.problem or not any(x.dim() for x in results.values())):
+        return Treatment.PASSAGE  # autograd takes any function of parameters; one that gives a number is no loss
     if rule is not None and not binding.inputs and not binding.problem:  # its tensors are inside of other arguments
         return Treatment.PASSAGE if params else Treatment.LEAVE
     if rule is None and len(results) > 1:  # autograd knows which result depends on what

@@ -120,7 +120,7 @@ class OneByOne(nn.Module):
     def of_sample(self, h: Tensor) -> list[Tensor]:
         distance = F.pairwise_distance(h, self.w, keepdim=True)
         total = (h * self.scale).sum(0, keepdim=True)
-        return [distance, total, torch.ops.aten.sin.default(h[:1]), F.softplus(h[0]).repeat(()).expand(1)]
+        return [distance, total + h @ self.w, torch.ops.aten.sin.default(h[:1]), F.softplus(h[0]).repeat(()).expand(1)]
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
