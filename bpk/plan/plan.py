@@ -131,7 +131,7 @@ class Plan:
         ends = [gradient_edge((node, next(iter(loss.places)))) for loss, node in self.losses.items()]
         for loss, node in self.losses.items():
             if loss.module._backward_hooks:
-                make_quiet(engine.hooks_behind(node))
+                make_quiet(engine.hooks_at(node.register_hook))
         for step in steps:
             step.quieten()
         with CTX.quietly(EVERY_CALL):

@@ -103,8 +103,8 @@ def owner(edge: Edge) -> Record | None:
     record = owner_of(node) if node is not None else None
     if node is None or record is None or nr not in record.places:
         return None
-    if record.module._backward_hooks:
-        make_quiet(engine.hooks_behind(node))  # those of `register_backward_hook` are at the output's own node
+    if record.module._backward_hooks:  # those of `register_backward_hook` are at the output's own node
+        make_quiet(engine.hooks_at(node.register_hook))
     return record
 
 

@@ -222,18 +222,10 @@ PASSING_ON: dict[type, int] = {node_class(BackwardHookFunction): 0, node_class(_
 `DistributedDataParallel`. By type: how many arguments came before tensors. If they go: stretches of plain autograd."""
 
 
-def hooks_behind(node: Node) -> dict[int, Callable[..., Any]]:
-    """The hooks that run after a node, as the engine refers to them: a change here is a change there."""
-    return others(node.register_hook(lambda *_: None))
-
-
-def hooks_before(node: Node) -> dict[int, Callable[..., Any]]:
-    """Those that run before it."""
-    return others(node.register_prehook(lambda *_: None))
-
-
-def others(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
-    """Remove a hook; returns all others there, in the dictionary in use. If it goes: users' hooks see all passes."""
+def hooks_at(register: Callable[..., RemovableHandle]) -> dict[int, Callable[..., Any]]:
+    """The hooks that a method of a node registers (`register_prehook`, `register_hook`), as the engine refers to them:
+    a change here is a change there. If it goes: users' hooks see all passes."""
+    handle = register(print)  # it is never called
     hooks: dict[int, Callable[..., Any]] | None = handle.hooks_dict_ref()
     assert hooks is not None
     handle.remove()

@@ -67,5 +67,5 @@ def plain_of(x: Any) -> Any:
 
 def nobody_looks(node: Node) -> bool:
     """Whether no hook but that of a record looks at what a node gets."""
-    before = [hook for hook in engine.hooks_before(node).values() if not isinstance(hook, TakingAway)]
-    return len(before) == 1 and not engine.hooks_behind(node)
+    before = [hook for hook in engine.hooks_at(node.register_prehook).values() if not isinstance(hook, TakingAway)]
+    return len(before) == 1 and not engine.hooks_at(node.register_hook)

@@ -124,8 +124,8 @@ def quieten(node: Node) -> None:
     if SEEN in known:
         return
     known[SEEN] = True
-    make_quiet(engine.hooks_before(node))
-    make_quiet(engine.hooks_behind(node))
+    make_quiet(engine.hooks_at(node.register_prehook))
+    make_quiet(engine.hooks_at(node.register_hook))
     first = engine.PASSING_ON[type(node)]
     if first:
 
@@ -141,5 +141,5 @@ def quieten_inside(node: Node, stop: Container[Node | None]) -> None:
     for here in between(node, stop.__contains__):
         if type(here) in engine.PASSING_ON:
             quieten(here)
-        elif hooks := engine.hooks_behind(here):
+        elif hooks := engine.hooks_at(here.register_hook):
             make_quiet(hooks)
