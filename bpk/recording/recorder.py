@@ -70,7 +70,9 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
             results[number] = x
     if not tensors:
         return None
-    rule = rule_of(module, output) if results else REGISTRY.find(module)
+    rule, alone = REGISTRY.find(module), not module.__dict__.get("_bpk_path")
+    if rule is None and alone and results and is_loss(module, output):
+        rule = GENERIC_LOSS
     binding = bind(module, rule, args, kwargs)
     if rule is not None and not (rule.params or rule.is_loss or binding.inputs):  # `nn.Identity` takes lists, too
         rule, binding = None, bind(module, None, args, kwargs)
@@ -81,7 +83,7 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
             before, treatment = None, Treatment.LEAVE if params == {} else Treatment.PASSAGE
             if isinstance(rule, Loss):
                 leave_reason(changed_by_hook(module), tensors)
-        elif rule is None and not module.__dict__.get("_bpk_path") and holds_loss(module, output, results):
+        elif rule is None and alone and holds_loss(module, output, results):
             leave_reason(returns_more(module), tensors)
         else:
             treatment = treatment_of(module, rule, binding, results, params)
@@ -109,14 +111,6 @@ def changes_nothing(
     if has_parameters or results[0].grad_fn is None or engine.checkpointing() is not None:
         return False
     return (before is None or before.is_unused()) and not (CTX.stack and CTX.stack[-1].asks_for_layers)
-
-
-def rule_of(module: nn.Module, output: Any) -> Rule | None:
-    """The rule of a layer; that of generic losses for what was extended by itself and looks like a loss."""
-    rule = REGISTRY.find(module)
-    if rule is None and not module.__dict__.get("_bpk_path") and is_loss(module, output):
-        return GENERIC_LOSS
-    return rule
 
 
 @untraced
