@@ -77,8 +77,24 @@ class Twice(nn.Module):
         return first + self.act(self.linear(2 * x))
 
 
+class TwiceInPlace(nn.Module):
+    """A list among the hyperparameters changes between two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool, self.linear = nn.Conv2d(1, 2, 1), nn.AvgPool2d([2, 1]), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.pool(self.conv(x)).flatten(1)
+        self.pool.kernel_size.reverse()
+        second = self.pool(self.conv(2 * x)).flatten(1)
+        self.pool.kernel_size.reverse()
+        return self.linear(first + second)
+
+
 def test_hyperparameters_that_change_between_calls() -> None:
     check(Twice(), torch.randn(4, 4, dtype=torch.float64))
+    check(TwiceInPlace(), torch.randn(4, 1, 4, 4, dtype=torch.float64))
 
 
 SETTINGS: list[tuple[nn.Module, Callable[[Any], object]]] = [
