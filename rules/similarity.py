@@ -22,13 +22,14 @@ class AlongOneAxis(Autodiff):
     """A comparison of two inputs along an axis behind the batch axis."""
 
     def bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Binding:
-        return bind_tensors(module, args, kwargs)  # also by name: nothing else is compared
+        binding = bind_tensors(module, args, kwargs)  # also by name: nothing else is compared
+        first, second = binding.inputs
+        if first.dim() != second.dim() or first.shape[:1] != second.shape[:1]:
+            return Binding(module, ())  # all samples share one of them, which is left to autograd
+        return binding
 
     def mixing(self, call: Call) -> str | None:
-        first, second = call.inputs
-        if first.dim() != second.dim() or len(first) != len(second):
-            return "it mixes samples: one of its inputs is shared by all of them"
-        if self.axis(call) % max(1, first.dim()) == 0:
+        if self.axis(call) % max(1, call.inputs[0].dim()) == 0:
             return "it mixes samples: it compares along the batch axis"
         return None
 

@@ -38,6 +38,12 @@ def has_numbers(binding: Binding) -> bool:
     return any(not x.dim() and binding.axis(k) is not None for k, x in enumerate(binding.inputs))
 
 
+def shares(binding: Binding, params: Mapping[str, Tensor] | None) -> bool:
+    """Whether a layer without parameters is given a tensor that all samples share, which depends on others."""
+    pairs = ((k, x) for k, x in enumerate(binding.inputs) if x.requires_grad)
+    return params == {} and any(binding.axis(k) is None for k, _ in pairs)
+
+
 def treatment_of(
     module: nn.Module,
     rule: Rule | None,
@@ -48,7 +54,7 @@ def treatment_of(
     """What is done about a call."""
     if (rule is None or rule is GENERIC_LOSS) and is_of_numbers(binding, results):
         return Treatment.LEAVE
-    if rule is not None and not rule.is_loss and has_numbers(binding):
+    if rule is not None and not rule.is_loss and (has_numbers(binding) or shares(binding, params)):
         return Treatment.LEAVE if params == {} else Treatment.PASSAGE
     if params is None:
         return Treatment.PASSAGE

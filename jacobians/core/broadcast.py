@@ -59,6 +59,5 @@ def bind_operands(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         if x.dim() == dims and not x.requires_grad:
             tensors[k] = x[0]
         elif x.dim() == dims:
-            reason = f"its input {k} has a single entry along the batch axis."
-            return Binding(module, tuple(tensors), problem=reason, do="repeat it for every sample (expand).")
+            return Binding(module, ())  # all samples share what depends on parameters: the same
     return Binding(module, tuple(tensors), tuple(axes) if None in axes else ())
