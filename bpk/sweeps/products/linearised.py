@@ -19,6 +19,7 @@ from bpk.recording.graph.ports import Port
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.stretches.no_second_derivative import (
     differentiable_twice,
+    multiplied,
     require_curvature,
     require_derivative_of_products,
     require_products,
@@ -132,7 +133,8 @@ class LinearisedStretch:
         total: list[Tensor | None] = [None] * len(self.tangents)
         for gradient, t in zip(self.residual, self.at_graph(tangents), strict=True) if self.residual else ():
             if gradient is not None and gradient.requires_grad and t is not None:
-                extra = derivative((gradient,), self.probes, (t,))
+                with multiplied(self.where):
+                    extra = derivative((gradient,), self.probes, (t,))
                 total = [add(p, e) for p, e in zip(total, extra, strict=True)]
         return self.each(total)
 

@@ -38,6 +38,8 @@ ONCE = (
     "double backward",
     "cannot reshape tensor of 0 elements",
     "modified by an inplace operation",
+    "don't support automatic differentiation",
+    "output_padding is not supported",
 )
 """How autograd says that a function can be differentiated once only."""
 
@@ -152,6 +154,22 @@ def not_differentiable(source: Source, reason: str) -> UnsupportedLayer:
             "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or leave create_graph out.",
         )
     )
+
+
+@contextmanager
+def multiplied(where: str) -> Iterator[None]:
+    """Say what cannot be multiplied with: torch differentiates a second derivative once more for that, and may not."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = only_once(error)
+        if reason is None:
+            raise
+        what, do = (
+            f"Products cannot pass a function before {where}.",
+            "use a quantity without products (DiagHessian, ...).",
+        )
+        raise UnsupportedLayer(explain(what, reason, do)) from error
 
 
 @contextmanager

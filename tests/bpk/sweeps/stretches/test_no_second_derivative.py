@@ -155,3 +155,23 @@ def test_functions_whose_gradients_are_overwritten() -> None:
         backward(model, loss_fn, x, y, E.HMP())
         model.first.weight.hmp(model.first.weight)
     assert bpk.verify(model, loss_fn, x, y, E.BatchGrad(), E.DiagGGNExact())
+
+
+def test_a_product_that_torch_cannot_differentiate_once_more() -> None:
+    """The Hessian is there, but not as a function that outlives the pass."""
+
+    class Upsampled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.kernel = nn.Linear(4, 3), nn.Parameter(torch.randn(2, 2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = F.conv_transpose1d(self.kernel, self.kernel.sin(), stride=2, output_padding=1)
+            return self.first(x) * made.flatten()[:3]
+
+    model, loss_fn = extended(Upsampled().double())
+    x, y = data()
+    with bpk.backpack(E.DiagHessian(), E.HMP()):
+        loss_fn(model(x), y).backward()
+    with pytest.raises(UnsupportedLayer, match="output_padding"):
+        model.kernel.hmp(torch.ones_like(model.kernel))
