@@ -81,7 +81,7 @@ class ParameterBottleneck:
 def unit(edge: Edge, device: torch.device) -> Tensor:
     """A column `[D, *x]` for each entry of a tensor of the graph."""
     shape, kind = engine.kind_of_output(*edge)
-    return torch.eye(shape.numel(), dtype=kind, device=device).reshape(-1, *shape)
+    return torch.eye(shape.numel(), dtype=kind, device=device).reshape(shape.numel(), *shape)
 
 
 def entries(edge: Edge) -> int:

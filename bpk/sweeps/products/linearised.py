@@ -65,8 +65,8 @@ class LinearisedStretch:
         self.share = share if torch.is_grad_enabled() and share.requires_grad else None
         self.ports: list[Port | None] = [*source.exits, *[None] * len(source.trained)]
         self.cotangent = placeholder(at_input)
-        self.pulled = source.gradients(self.cotangent)
         with torch.enable_grad(), CTX.quietly(), differentiable_twice(source, share):
+            self.pulled = source.gradients(self.cotangent)
             self.tangents = [placeholder(p) for p in self.pulled]
             pairs = [pair for pair in zip(self.pulled, self.tangents, strict=True) if pair[0].requires_grad]
             pulled, tangents = [p for p, _ in pairs], [t for _, t in pairs]  # others were overwritten (`x.copy_(y)`)

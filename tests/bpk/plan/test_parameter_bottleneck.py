@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bpk
-from bpk.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian, SqrtGGNExact
+from bpk import fields_of
+from bpk.extensions import BatchDiagHessian, BatchGrad, DiagGGNExact, DiagHessian, SqrtGGNExact
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.plan.parameter_bottleneck import ParameterBottleneck
@@ -159,3 +160,23 @@ def test_complex_numbers_on_the_way(through: list[int]) -> None:
     x, y = torch.randn(20, 4), torch.arange(20) % 3
     found = bpk.verify(Spectral().double(), nn.CrossEntropyLoss(), x, y, *quantities, raise_on_error=True)
     assert found.ok and set(through) == {4}
+
+
+class Cut(nn.Module):
+    """A bias that is computed of no entry of a parameter: there was nothing left to compute it of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.first = nn.Parameter(torch.randn(6, 6)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.pdist(self.factor[:1].exp()) @ x.new_ones(0, 9)
+        h = self.first(x).tanh()
+        return (h * made[:4] + made[4:8]).sin()[:, :2] * made[8]
+
+
+def test_a_bottleneck_without_entries() -> None:
+    model, loss_fn = bpk.extend(Cut()), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(BatchGrad()):
+        loss_fn(model(torch.randn(5, 4)), torch.arange(5) % 2).backward()
+    assert not fields_of(model.factor).grad_batch.any()
