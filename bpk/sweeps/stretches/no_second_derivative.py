@@ -24,7 +24,11 @@ CONSTANT = {
     "SparseCooTensorWithDimsAndTensorsBackward0": (
         "torch's gradient of torch.sparse_coo_tensor has no derivative.",
         "torch.zeros(size).index_put(tuple(indices), values, accumulate=True)",
-    )
+    ),
+    "GeneratedBackwardFor_torch_nn__linear_cross_entropy_batch_chunked_defaultBackward": (
+        "torch's gradient of F.linear_cross_entropy in chunks (options=) has no derivative.",
+        "F.linear_cross_entropy without options",
+    ),
 }
 """Functions whose gradient autograd takes for a constant, without saying so: why, and what can be written instead."""
 

@@ -41,6 +41,27 @@ def test_a_gradient_that_torch_takes_for_constant(extension: type[Any]) -> None:
         loss_fn(model(x), y).backward()
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch has no such function")
+@pytest.mark.parametrize("extension", [E.DiagHessian, E.HMP])
+def test_cross_entropy_in_chunks(extension: type[Any]) -> None:
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(1, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            options, h = nn.LinearCrossEntropyOptions(allow_retain_graph=True, batch_chunk_size=2), self.first(x)
+            found = F.linear_cross_entropy(h, self.first.weight.sin(), torch.zeros(len(x), dtype=int), options=options)
+            return self.last(found + h[:, :1])
+
+    model, loss_fn = extended(Chunked().double())
+    x, y = data()
+    with told(UnsupportedLayer, "linear_cross_entropy in chunks"), bpk.backpack(extension()):
+        loss_fn(model(x), y).backward()
+    with bpk.backpack(E.DiagGGNExact()):
+        loss_fn(model(x), y).backward()
+
+
 @pytest.mark.parametrize("extension", [E.DiagHessian, E.BatchDiagHessian, E.HMP])
 def test_rows_of_a_sample_behind_a_function_without_second_derivative(extension: type[Any]) -> None:
     """It is looked at whether it couples rows, before its second derivative is asked for."""
