@@ -38,6 +38,10 @@ class Problem:
         self, model: nn.Module, loss_fn: nn.Module | None, loader: Loader, name: str, check_deterministic: bool
     ) -> None:
         self.model, self.loss_fn, self.name = model, loss_fn, name
+        if may_be_either(loader):
+            why = "it may be one batch (inputs, targets), or two batches that are pairs"
+            do = "pass [(inputs, targets)] for one batch, a list of batches for two"
+            raise self.refused("a tuple of two pairs, at least one of them a list", why, do)
         self.loader: Iterable[tuple[Any, Any]] = [loader] if is_batch(loader) else loader  # type: ignore[list-item]
         self.single = isinstance(self.loader, Sequence) and len(self.loader) == 1
         self.params = {key: p for key, p in model.named_parameters() if p.requires_grad}
@@ -145,6 +149,13 @@ class Problem:
 def is_batch(loader: Any) -> bool:
     """Whether this is one batch, not several; two tuples are two batches, though each could be inputs or targets."""
     return isinstance(loader, tuple) and len(loader) == 2 and not all(isinstance(part, tuple) for part in loader)
+
+
+def may_be_either(loader: Any) -> bool:
+    """Whether this may be one batch as well as two: `tuple(loader)`, of a loader whose batches are lists."""
+    if not is_batch(loader):
+        return False
+    return all(isinstance(part, (tuple, list)) and len(part) == 2 for part in loader)
 
 
 def close(a: Tensor, b: Tensor, dtype: torch.dtype, absolute: float = 0.0) -> bool:
