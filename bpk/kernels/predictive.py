@@ -40,6 +40,14 @@ def predictive_covariance(model: nn.Module, x: Inputs, posterior: Posterior) -> 
 
 def predicted(model: nn.Module, x: Inputs, posterior: Posterior) -> tuple[Tensor, Tensor]:
     """The outputs of a model, without their graph, and `predictive_covariance`."""
+    if not isinstance(posterior, Posterior):
+        raise TypeError(
+            explain(
+                f"The posterior is an object of type {type(posterior).__name__}.",
+                "how a covariance is multiplied depends on its form.",
+                "pass bpk.kernels.Diagonal({name: variances}), Kronecker or LowRank.",
+            )
+        )
     params = dict(model.named_parameters())
     unknown = sorted(set(posterior.names) - set(params))
     if unknown or not posterior.names:

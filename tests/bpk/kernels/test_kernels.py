@@ -180,6 +180,12 @@ def test_predictive_covariance(given: tuple[nn.Module, Make], room: None) -> Non
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_what_is_no_posterior_is_refused() -> None:
+    for wrong in (torch.ones(8), {"weight": torch.ones(2, 3)}, 1.0):
+        with pytest.raises(TypeError, match="bpk.kernels.Diagonal"):
+            bpk.predictive_covariance(nn.Linear(3, 2), torch.randn(4, 3), wrong)  # type: ignore[arg-type]
+
+
 class Routed(nn.Module):
     """Rows go to one of three experts by their sign; the second one may be sent none, and the third one never is."""
 
