@@ -16,7 +16,7 @@ from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.deposits import Deposits
-from bpk.sweeps.columns.lazy import Chunk, StartingColumns, as_lazy
+from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns, as_lazy
 from bpk.sweeps.columns.merging import Merging
 from bpk.sweeps.sweep import Player, UsesById
 
@@ -74,7 +74,10 @@ class ColumnSweep(Player):
             return [as_lazy(written.pass_tensors(loss, None, shapes), None, "loss")]
         if not loss.links or (self.may_be_closed(loss) and settle_last_layer(self, loss)):
             return []
-        return self.at_loss(loss)
+        starting = self.at_loss(loss)
+        found = [lazy for lazy in starting if lazy.count or not isinstance(lazy, LazyColumns)]
+        has_entries = any(loss.call.inputs[index].numel() for index in loss.links)
+        return starting if found or has_entries else [self.no_entries(loss)]
 
     def start(self, step: Step, starting: Iterable[StartingColumns]) -> None:
         """Let columns begin at a call, behind those that pass it."""
@@ -89,6 +92,11 @@ class ColumnSweep(Player):
                     self.make_room(step.number + 1, left, step)
                 left -= count
                 self.run.start(step, (lazy.name, self.plan.key, step.number, number), chunk)
+
+    def no_entries(self, loss: Step) -> StartingColumns:
+        """A column of zeros, where predictions have no entries: what is behind the loss is to know of it."""
+        inputs = loss.view(self.samples).inputs
+        return as_lazy({index: torch.zeros_like(inputs[index])[None] for index in loss.links}, None, "no entries")
 
     def withdraw(self, step: Step, deposits: Deposits) -> None:
         """What has been added up before a step goes on, with the columns that have come here since."""

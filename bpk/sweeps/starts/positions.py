@@ -36,7 +36,7 @@ class ByPosition(SquareRoot):
 
     def at_loss(self, step: Step) -> list[StartingColumns]:
         joint, rows = step.joint, step.samples_of_rows
-        several = rows is not None or [x for x in joint.call.inputs if x.dim() > 2]
+        several = rows is not None or [x for x in joint.call.inputs if x.dim() > 2 and x.numel()]
         possible = several and len(step.links) == 1 and self.samples is None and not torch.is_grad_enabled()
         root = joint.rule.sqrt_hessian_by_position(joint.call) if possible else None
         if root is None:

@@ -259,3 +259,30 @@ def test_products_with_no_vectors() -> None:
     for p in model.parameters():
         for product in (p.hmp, p.ggnmp, p.pchmp):
             assert product(torch.zeros(0, *p.shape)).shape == (0, *p.shape)
+
+
+@pytest.mark.parametrize(
+    "extension",
+    [
+        E.DiagGGNExact(),
+        E.BatchDiagGGNExact(),
+        E.DiagGGNMC(),
+        E.SqrtGGNExact(),
+        E.DiagHessian(),
+        E.BatchDiagHessian(),
+        E.KFLR(),
+        E.KFRA(),
+        E.HMP(),
+    ],
+    ids=repr,
+)
+def test_predictions_without_entries(extension: E.BackpropExtension) -> None:
+    """Sequences of no steps: fields are there, and zero."""
+    layers = nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, C))
+    model, loss_fn = bpk.extend(layers), bpk.extend(nn.MSELoss(reduction="sum"))
+    with bpk.backpack(extension):
+        loss_fn(model(torch.randn(N, 0, D)), torch.randn(N, 0, C)).backward()
+    for p in model.parameters():
+        value = getattr(p, extension.savefield)
+        value = value(torch.ones(1, *p.shape)) if callable(value) else value
+        assert not any(part.any() for part in (value if isinstance(value, list) else [value]))
