@@ -15,6 +15,7 @@ from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.kernels.summed import Summed
+from bpk.recording.activations import forget
 from bpk.recording.membership import parts_of
 from bpk.sweeps.starts.square_root import WeightedRoot
 from bpk.sweeps.sweep import Sweep
@@ -187,4 +188,8 @@ def of_outputs(model: nn.Module, outputs: Tensor, *extensions: OfRoot) -> Summed
     """Statistics of the Jacobian of a model's outputs: column `c` of the root is the row of output `c`."""
     with torch.enable_grad():
         loss = half_squared_error(model)(outputs)
-    return run(model, loss, *extensions)
+    try:
+        return run(model, loss, *extensions)
+    finally:  # the pass does not come to layers before the first parameter that requires gradients
+        for layer in model.modules():
+            forget(layer)

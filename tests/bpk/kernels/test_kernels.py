@@ -180,9 +180,20 @@ def test_predictive_covariance(given: tuple[nn.Module, Make], room: None) -> Non
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_nothing_is_left_on_layers() -> None:
+    """Also on those in front of the parameters that the posterior names, which the backward pass does not come to."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    before = {path: set(vars(layer)) for path, layer in bpk.extend(model).named_modules()}
+    bpk.predictive_covariance(model, torch.randn(5, 3), Diagonal({"2.weight": torch.ones(2, 4)}))
+    model[0].requires_grad_(False)
+    bpk.ntk(model, torch.randn(5, 3))
+    assert {path: set(vars(layer)) for path, layer in model.named_modules()} == before
+    assert not any(vars(p) for p in model.parameters())
+
+
 def test_what_is_no_posterior_is_refused() -> None:
     for wrong in (torch.ones(8), {"weight": torch.ones(2, 3)}, 1.0):
-        with pytest.raises(TypeError, match="bpk.kernels.Diagonal"):
+        with pytest.raises(TypeError, match=r"bpk\.kernels\.Diagonal"):
             bpk.predictive_covariance(nn.Linear(3, 2), torch.randn(4, 3), wrong)  # type: ignore[arg-type]
 
 
