@@ -126,7 +126,8 @@ class ParametricReLU(Rule):
 
 GELU = {
     "none": "x*(1 + erf(x/sqrt(2)))/2",
-    "tanh": "x/2*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3)))",
+    # beyond 30, tanh is 1 in every precision, and powers of x in the derivatives would become infinite
+    "tanh": "where(abs(x) > 30, (x + abs(x))/2, x/2*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3))))",
 }
 SELU = {"alpha": 1.6732632423543772848170429916717, "scale": 1.0507009873554804934193349852946}
 SIXTH = float(torch.tensor(1 / 6, dtype=torch.float32))

@@ -235,3 +235,14 @@ def test_eigenvalues_that_single_precision_does_not_find(monkeypatch: pytest.Mon
     columns, signs = factor(dense)
     assert columns.dtype == torch.float32
     torch.testing.assert_close(torch.einsum("kn,kni,knj->nij", signs, columns, columns), dense)
+
+
+@pytest.mark.parametrize("extension", [E.DiagHessian(), E.HMP()], ids=repr)
+def test_gelu_by_tanh_far_from_zero(extension: E.BackpropExtension) -> None:
+    """Its second derivative is zero there, in float32 as well, though powers of its input are infinite."""
+    model = bpk.extend(nn.Sequential(nn.Linear(1, 2), nn.GELU(approximate="tanh"), nn.Linear(2, 1)))
+    loss_fn = bpk.extend(nn.MSELoss())
+    with bpk.backpack(extension):
+        loss_fn(model(torch.tensor([[1e10], [-1e10]])), torch.zeros(2, 1)).backward()
+    value = getattr(model[0].bias, extension.savefield)
+    assert (value(torch.ones(1, 2)) if callable(value) else value).isfinite().all()
