@@ -14,7 +14,7 @@ from bpk.dataset.adding_up import add_up
 from bpk.dataset.among import RESULTS, add_up_among, others, own_folder, own_path
 from bpk.dataset.batches import Batches, StepOf
 from bpk.dataset.combining import combinations
-from bpk.dataset.fingerprint import fingerprint, versions
+from bpk.dataset.fingerprint import fingerprint, in_words, versions
 from bpk.dataset.keeper import Keeper
 from bpk.dataset.keeper_of_shards import KeeperOfShards
 from bpk.dataset.model_as_found import extended, set_aside
@@ -111,7 +111,8 @@ def accumulate(
         totals, sink = Totals(sums), sink_for(rows, own_folder(per_sample, processes, result), callback)
         known = {}
         if checkpoint is not None or processes is not None:
-            options = {"autocast": autocast, "batch_averages": batch_averages, "per_sample": bool(per_sample)}
+            options = {"autocast": autocast, "batch_averages": batch_averages, "divisor=": in_words(divisor)}
+            options["where rows of samples go"] = type(sink).__name__
             known = fingerprint(model, loss_fn, extensions, loader, options)
         run = own_path(checkpoint, processes), every, totals, sink, runner, Randomness(loader), known
         keeper = Keeper(*run) if processes is None or not sharded else KeeperOfShards(processes, *run)

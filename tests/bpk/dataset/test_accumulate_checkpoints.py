@@ -177,6 +177,28 @@ def test_checkpoints_of_other_runs_are_refused_by_name(tmp_path: Path) -> None:
     assert go(path, model, iter(batches)).batches == 7
 
 
+def test_checkpoints_of_another_divisor_are_refused(tmp_path: Path) -> None:
+    """A run that is whole, too: it would give what the other divisor made."""
+    model, batches = problem()
+    loss_fn = nn.CrossEntropyLoss(reduction="sum")
+    go(tmp_path / "run", model, iter(batches), loss_fn=loss_fn, divisor="sum")
+    with pytest.raises(ValueError, match=r"divisor= differs.*\n.*there it was 'sum'"):
+        go(tmp_path / "run", model, iter(batches), loss_fn=loss_fn, divisor=lambda batch: len(batch[0]))
+
+
+@pytest.mark.parametrize(("before", "after"), [("memory", "disk"), ("disk", "memory"), ("memory", "callback")])
+def test_checkpoints_of_rows_that_went_elsewhere_are_refused(tmp_path: Path, before: str, after: str) -> None:
+    model, batches = problem()
+    places: dict[str, dict[str, Any]] = {
+        "memory": {"per_sample": True},
+        "disk": {"per_sample": tmp_path / "rows"},
+        "callback": {"per_sample": True, "callback": lambda number, fields: None},
+    }
+    go(tmp_path / "run", model, iter(batches), E.BatchL2Grad(), **places[before])
+    with pytest.raises(ValueError, match="belongs to another run: where rows of samples go differs"):
+        go(tmp_path / "run", model, iter(batches), E.BatchL2Grad(), **places[after])
+
+
 def test_functions_in_a_tuple_are_known_by_what_they_do() -> None:
     """Not by their addresses, which another process does not have."""
 
