@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.core.nested import tensors_in
+from bpk.jacobians.core.nested import held_by, is_instance, tensors_in
 
 StepOf = Callable[[nn.Module, nn.Module, Any], Tensor]
 """`step(model, loss_fn, batch)` gives the loss of a batch."""
@@ -162,5 +163,10 @@ def moved(batch: Any, device: torch.device) -> Any:
         return {key: moved(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         parts = [moved(part, device) for part in batch]
-        return type(batch)(parts) if type(batch) in (tuple, list) else type(batch)(*parts)  # a named tuple
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a named tuple, or others
+    if is_instance(batch):
+        there = copy.copy(batch)
+        for name, part in held_by(batch).items():
+            object.__setattr__(there, name, moved(part, device))  # a frozen one, too
+        return there
     return batch

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from bpk.dataset.batches import length_of
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.jacobians.core.nested import held_by, is_instance
 from bpk.recording.context.surroundings import is_sharded
 
 
@@ -118,6 +119,12 @@ def digest(batch: Any) -> str:
         return "".join(f"{key!r}{digest(value)}" for key, value in batch.items())
     if isinstance(batch, (tuple, list)):
         return "".join(map(digest, batch))
+    if is_instance(batch):
+        return type(batch).__name__ + digest(held_by(batch))
+    if getattr(getattr(batch, "dtype", None), "hasobject", False):  # an array of addresses
+        return digest(batch.tolist())
+    if hasattr(batch, "tobytes"):  # an array of numpy, or an image
+        return f"{type(batch).__name__} {hashlib.sha256(batch.tobytes()).hexdigest()[:16]}"
     return repr(batch) if isinstance(batch, (str, bytes, int, float)) else type(batch).__name__
 
 

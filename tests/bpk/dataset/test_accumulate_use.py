@@ -7,9 +7,11 @@ import sys
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import bpk
 from bpk import extensions as E
 from bpk.dataset.batches import moved
+from bpk.dataset.fingerprint import digest
 from bpk.dataset.progress import Progress
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.bpk.dataset.test_accumulate import assert_same, split, whole
@@ -69,6 +72,29 @@ def test_batches_that_know_how_they_are_moved() -> None:
     assert there.data.is_meta and there.batch_sizes.device.type == "cpu"  # where torch wants it
     edges = moved(Edges(torch.zeros(2), torch.ones(2)), torch.device("meta"))
     assert isinstance(edges, Edges) and edges.to.is_meta  # a field, and no method
+    names = moved(Names([torch.zeros(2), "a"]), torch.device("meta"))
+    assert isinstance(names, Names) and names[0].is_meta
+    pair = Pair(torch.zeros(2), {"y": torch.ones(2)})
+    there = moved(pair, torch.device("meta"))
+    assert there.x.is_meta and there.rest["y"].is_meta and not pair.x.is_meta
+
+
+class Names(list[Any]):
+    """A list of one's own."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    x: Tensor
+    rest: Any
+
+
+def test_batches_are_told_apart_by_what_they_hold() -> None:
+    """Processes that share a loader, and runs that go on, compare nothing else."""
+    for make in (lambda x: Pair(x, 0), lambda x: [x.numpy()], lambda x: {"y": Pair(torch.zeros(1), x.numpy())}):
+        assert digest(make(torch.ones(2))) == digest(make(torch.ones(2))) != digest(make(torch.zeros(2)))
+    names = [numpy.array([chr(97), other], object) for other in ("b", chr(98), "c")]
+    assert digest(names[0]) == digest(names[1]) != digest(names[2])
 
 
 class Edges(NamedTuple):
