@@ -25,7 +25,7 @@ from bpk.fields.local import SLOT
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.parameters import Means, as_means, require_fits, take_up, trained
 from bpk.preconditioners.passes import Passes
-from bpk.preconditioners.schedules import Schedule, steps_of
+from bpk.preconditioners.schedules import Schedule, require_limit, steps_of, weight_of_past
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import is_sharded, may_shard
 from bpk.utils.damped import positive_damping
@@ -78,14 +78,8 @@ class Preconditioner(ABC):
         grad_scaler: GradScaler | None,
         group: dist.ProcessGroup | None,
     ) -> None:
-        if kl_clip is not None and lr is None:
-            raise ValueError(
-                explain(
-                    "kl_clip= needs lr=.",
-                    "it limits the step that the optimizer makes, which the learning rate scales.",
-                    "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
-                )
-            )
+        if kl_clip is not None:
+            require_limit(kl_clip, lr)
         self.params = trained(extend(model))
         self.looked_at: set[Tensor] = set()
         self.extension = extension
@@ -213,7 +207,7 @@ class Preconditioner(ABC):
                 )
             )
         self.looks += 1
-        decay = min(self.at(self.decay), 1 - 1 / self.looks)
+        decay = min(weight_of_past(self.at(self.decay)), 1 - 1 / self.looks)
         for name, values in found.items():
             if name in self.means:
                 require_form(repr(name), self.means[name], values)

@@ -21,6 +21,39 @@ def steps_of(interval: float) -> int:
     return every
 
 
+def weight_of_past(decay: float) -> float:
+    """The weight that running means have beside what is new."""
+    if not 0 <= decay <= 1:
+        raise ValueError(
+            explain(
+                f"decay={decay!r} is no weight of the past.",
+                "running means are d m + (1 - d) new, with weights from 0 to 1.",
+                "pass a number between 0 and 1, such as decay=0.95 (or a function of the step that returns one).",
+            )
+        )
+    return decay
+
+
+def require_limit(kl_clip: float, lr: Schedule | None) -> None:
+    """Refuse what no step can be shortened to."""
+    if lr is None:
+        raise ValueError(
+            explain(
+                "kl_clip= needs lr=.",
+                "it limits the step that the optimizer makes, which the learning rate scales.",
+                "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
+            )
+        )
+    if not kl_clip > 0:
+        raise ValueError(
+            explain(
+                f"kl_clip={kl_clip!r} is no limit.",
+                "steps are shortened until they are within it.",
+                "pass a positive number, such as kl_clip=1e-3, or None for steps of any length.",
+            )
+        )
+
+
 def both(intervals: Any) -> tuple[Schedule, Schedule]:
     """The two intervals of a preconditioner that decomposes what it has looked at."""
     if not isinstance(intervals, Sequence) or len(intervals) != 2:

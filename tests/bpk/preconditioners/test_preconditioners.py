@@ -250,6 +250,12 @@ def test_refusals() -> None:
         preconditioner.step()
     with pytest.raises(ValueError, match="kl_clip= needs lr="):
         kfac(model, kl_clip=1e-3)
+    for limit in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"kl_clip={limit} is no limit"):
+            kfac(model, kl_clip=limit, lr=0.1)
+    for decay in (-0.1, 1.5, float("nan"), lambda step: 2.0):
+        with pytest.raises(ValueError, match=r"decay=.* is no weight of the past"):
+            take_step(model, kfac(model, decay=decay), x, y)
     with pytest.raises(ValueError, match="interval of 0"):
         kfac(model, intervals=(0, 1)).extensions, take_step(model, kfac(model, intervals=(1, 0)), x, y)
     for make in (kfac, ekfac):
