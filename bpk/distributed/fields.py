@@ -55,6 +55,7 @@ def all_reduce(
     >>> bpk.distributed.all_reduce(model, *extensions)  # in one process, nothing happens
     """
     rules = {e.savefield: rule_of(e, batch_averages) for e in extensions}
+    require_divisor(divisor)
     if not are_several(group):
         return
     params, local = dict(model.named_parameters()), local_of(model, rules)
@@ -114,6 +115,7 @@ def gather(
                 )
             )
         rules[extension.savefield] = rule
+    require_divisor(divisor)
     if not are_several(group):
         return
     params, local = dict(model.named_parameters()), local_of(model, rules, gathers=True)
@@ -154,6 +156,18 @@ def rule_of(
     if reason or not isinstance(rule, OverBatches):
         raise ValueError(explain(refused.format(extension), f"{reason.rstrip('.')}.", do))
     return rule
+
+
+def require_divisor(divisor: float | str | None) -> None:
+    """Refuse words other than the one that is known: ranks have the same. Numbers are theirs, and told to all."""
+    if isinstance(divisor, str) and divisor != "sum":
+        raise ValueError(
+            explain(
+                f"divisor={divisor!r} is nothing that a loss divides by.",
+                "local losses have the weight of what they divide by in the global one.",
+                'pass a positive number (that of this rank), or "sum" for a loss that sums.',
+            )
+        )
 
 
 def local_of(model: nn.Module, rules: Any, gathers: bool = False) -> dict[str, dict[str, Local]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
+import bpk
 from tests.bpk.distributed.processes import run_all
 
 WORLD = 2
@@ -43,3 +46,10 @@ def test_sharded_models(tmp_path: Path) -> None:
     for status, text in run_all("tests.bpk.distributed.fsdp_worker", WORLD, tmp_path):
         assert status == 0, text
         assert text.splitlines()[-1] == "right"
+
+
+@pytest.mark.parametrize("put_together", [bpk.distributed.all_reduce, bpk.distributed.gather])
+def test_words_that_are_no_divisor_are_refused(put_together: Any) -> None:
+    """All of them had been taken for "sum"."""
+    with pytest.raises(ValueError, match="divisor='mean' is nothing that a loss divides by"):
+        put_together(nn.Linear(2, 2), bpk.extensions.BatchGrad(), divisor="mean")
