@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bpk.distributed.processes import are_several
 from bpk.distributed.rows import rows_of_all
-from bpk.distributed.statistics import Statistics, objects, over_processes, together
+from bpk.distributed.statistics import Statistics, asked_alike, objects, over_processes, together
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows, Size
 from bpk.fields.local import Local, Noted, known_of, put
@@ -59,7 +59,7 @@ def all_reduce(
     if not are_several(group):
         return
     params, local = dict(model.named_parameters()), local_of(model, rules)
-    sizes = sizes_of(local, divisor, group)
+    sizes = sizes_of(local, divisor, group, rules)
     size, whole = sizes[dist.get_rank(group)], together(sizes)
     mine: Statistics = {}
     for field, by_name in local.items():
@@ -119,7 +119,7 @@ def gather(
     if not are_several(group):
         return
     params, local = dict(model.named_parameters()), local_of(model, rules, gathers=True)
-    sizes = sizes_of(local, divisor, group)
+    sizes = sizes_of(local, divisor, group, rules)
     size, whole = sizes[dist.get_rank(group)], together(sizes)
     mine: dict[Any, Tensor] = {}
     for field, by_name in local.items():
@@ -205,14 +205,17 @@ def noted_of(local: dict[str, dict[str, Local]]) -> Noted | None:
 
 
 def sizes_of(
-    local: dict[str, dict[str, Local]], divisor: float | str | None, group: dist.ProcessGroup | None
+    local: dict[str, dict[str, Local]],
+    divisor: float | str | None,
+    group: dist.ProcessGroup | None,
+    asked: Iterable[str] = (),
 ) -> list[Size | None]:
-    """How large the batches of all ranks were (`None`: a rank has none of the fields)."""
+    """How large the batches of all ranks were (`None`: a rank has none of the fields that all are `asked` for)."""
     noted = noted_of(local)
     mine = None if noted is None else noted.told()
     if mine is not None and divisor is not None:
         mine = mine[0], [None if isinstance(divisor, str) else float(divisor)], ""
-    told = objects(mine, group)
+    told = asked_alike(objects((sorted(asked), mine), group))
     known: Sequence[tuple[int, list[float | None], str]] = [one for one in told if one is not None]
     problem = next((problem for _, divisors, problem in known if problem), "")
     if problem:

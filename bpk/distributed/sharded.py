@@ -65,7 +65,7 @@ class Sharded:
         for name, (_, full) in known.items():
             for field in self.rules.keys() & vars(full).keys():
                 local.setdefault(field, {})[name] = vars(full)[SLOT][field]
-        sizes = sizes_of(local, None, None)
+        sizes = sizes_of(local, None, None, self.rules)
         size, every, mine = sizes[dist.get_rank()], together(sizes), dict[str, dict[str, Any]]()
         for shard, _ in known.values():
             for field in self.rules:

@@ -45,6 +45,22 @@ def objects(thing: object, group: dist.ProcessGroup | None) -> list[Any]:
     return found
 
 
+def asked_alike(told: Sequence[tuple[list[str], Any]]) -> list[Any]:
+    """What ranks say beside the fields that they want; refuses ranks that want others: some would wait for ever."""
+    first = told[0][0]
+    for rank, (fields, _) in enumerate(told):
+        if fields != first:
+            raise RuntimeError(
+                explain(
+                    f"Rank {rank} asks for the fields {', '.join(fields) or 'none'}, and rank 0 for "
+                    f"{', '.join(first) or 'none'}.",
+                    "fields are put together of those of all ranks.",
+                    "give all ranks the same extensions.",
+                )
+            )
+    return [said for _, said in told]
+
+
 def share_orders(orders: Orders, params: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Give all processes the orders of entries that some of them have noted: not each has used every parameter."""
     noted = objects({name for name, param in params.items() if orders.get(param) is not None}, group)

@@ -109,6 +109,10 @@ def refused(rank: int) -> None:
     bpk.distributed.gather(model, exts[2])
     told("put together before", lambda: bpk.distributed.gather(model, exts[2]))
     told("no fields", lambda: bpk.distributed.all_reduce(model, E.SumGradSquared()))
+    with bpk.backpack(*exts[::2]):
+        loss_fn(model(x), y).backward()
+    mine = exts[:1] if rank else exts[::2]
+    told("Rank 1 asks for the fields variance, and rank 0 for", lambda: bpk.distributed.all_reduce(model, *mine))
     with bpk.backpack(E.SumGradSquared()):
         loss_fn(model(x), y if rank else y.fill_(-100)).backward()
     told("No target counts on rank 0", lambda: bpk.distributed.all_reduce(model, E.SumGradSquared()))
