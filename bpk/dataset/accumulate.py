@@ -26,6 +26,7 @@ from bpk.dataset.run import DivisorOf, Runner
 from bpk.dataset.sharded import ShardedRunner, Total, in_shards
 from bpk.dataset.totals import Totals
 from bpk.dataset.watched import Watched
+from bpk.distributed.share import with_new_workers
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows
 from bpk.jacobians.core.errors import explain
@@ -114,6 +115,8 @@ def accumulate(
             options = {"autocast": autocast, "batch_averages": batch_averages, "divisor=": in_words(divisor)}
             options["where rows of samples go"] = type(sink).__name__
             known = fingerprint(model, loss_fn, extensions, loader, options)
+        if checkpoint is not None:
+            loader = with_new_workers(loader)
         run = own_path(checkpoint, processes), every, totals, sink, runner, Randomness(loader), known
         keeper = Keeper(*run) if processes is None or not sharded else KeeperOfShards(processes, *run)
         keeper.take_up()

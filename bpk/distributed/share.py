@@ -161,3 +161,20 @@ def only(loader: DataLoader[Any], batches: list[Any]) -> DataLoader[Any]:
     if not loader.num_workers:
         known = {name: x for name, x in known.items() if name not in ("prefetch_factor", "multiprocessing_context")}
     return DataLoader(loader.dataset, batch_sampler=batches, **known)
+
+
+def with_new_workers(loader: Iterable[Any]) -> Iterable[Any]:
+    """A loader that begins as one of another process does, although its workers may have loaded batches before.
+
+    Of persistent workers, seeds are drawn once only: later, the same generators shuffle in another way.
+    """
+    if type(loader) is not DataLoader or not loader.persistent_workers:
+        return loader
+    known = {name: getattr(loader, name) for name in (*OPTIONS, "generator") if hasattr(loader, name)}
+    if isinstance(loader.dataset, IterableDataset):
+        known |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    elif loader.batch_sampler is None:
+        known |= {"batch_size": None, "sampler": loader.sampler}
+    else:
+        known["batch_sampler"] = loader.batch_sampler
+    return DataLoader(loader.dataset, **known)

@@ -141,6 +141,33 @@ def test_a_shuffled_loader_goes_on_in_the_same_order(tmp_path: Path, workers: in
     assert sorted(seen) == list(range(12)) and seen != sorted(seen)
 
 
+@pytest.mark.processor("torch's loaders draw there")
+@pytest.mark.parametrize("options", [{}, {"batch_size": None}, {"drop_last": True}])
+def test_persistent_workers_go_on_in_the_same_order(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Of the same loader, in the same process: its generator gives another order once workers have their seeds."""
+    model, _ = problem()
+    data = TensorDataset(torch.arange(13.0, dtype=torch.float64)[:, None].expand(13, 4), torch.arange(13) % 3)
+    draws, seen = torch.Generator().manual_seed(1), list[Any]()
+    loader = DataLoader(
+        data, **{"batch_size": 2} | options, shuffle=True, num_workers=1, persistent_workers=True, generator=draws
+    )
+
+    def step(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
+        if len(seen) == stop:
+            raise Stopped
+        seen.append(batch)
+        loss: Tensor = loss_fn(model(batch[0].reshape(-1, 4)), batch[1].reshape(-1))
+        return loss
+
+    stop = 4
+    with pytest.raises(Stopped):
+        go(tmp_path / "run", model, loader, step=step)
+    stop = -1
+    go(tmp_path / "run", model, loader, step=step)
+    numbers = [n for x, _ in seen for n in x.reshape(-1, 4)[:, 0].tolist()]
+    assert len(set(numbers)) == len(numbers) == (12 if options.get("drop_last") else 13)
+
+
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "run"
     model, batches = interrupted(path)
