@@ -213,7 +213,7 @@ def test_two_batches_that_are_lists_are_not_taken_for_one() -> None:
     """`tuple(loader)`: a loader makes lists of its batches."""
     model, loss_fn = nn.Linear(3, 2).to(DOUBLE), nn.MSELoss()
     loader = [[torch.randn(4, 3, dtype=DOUBLE), torch.randn(4, 2, dtype=DOUBLE)] for _ in range(2)]
-    with pytest.raises(ValueError, match="(?s)two pairs.*a list of batches for two"):
+    with pytest.raises(ValueError, match=r"(?s)two pairs.*a list of batches for two"):
         operators.GGN(model, loss_fn, tuple(loader))
     v, pairs = torch.randn(8, dtype=DOUBLE), (tuple(loader[0]), tuple(loader[1]))
     torch.testing.assert_close(operators.GGN(model, loss_fn, loader) @ v, operators.GGN(model, loss_fn, pairs) @ v)
