@@ -76,8 +76,9 @@ class ColumnSweep(Player):
             return []
         starting = self.at_loss(loss)
         found = [lazy for lazy in starting if lazy.count or not isinstance(lazy, LazyColumns)]
-        has_entries = any(loss.call.inputs[index].numel() for index in loss.links)
-        return starting if found or has_entries else [self.no_entries(loss)]
+        if found or any(loss.call.inputs[index].numel() for index in loss.links):
+            return starting
+        return [self.no_entries(loss)]
 
     def start(self, step: Step, starting: Iterable[StartingColumns]) -> None:
         """Let columns begin at a call, behind those that pass it."""
