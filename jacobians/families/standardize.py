@@ -53,7 +53,8 @@ class FixedStatistics(Standardized):
 
     @cached_property
     def values(self) -> Tensor:  # type: ignore[override]  # computed where it is asked for
-        return torch.addcmul(-self.mean * self.rstd, wide(self.x), self.rstd).to(self.x.dtype)  # in one pass
+        centred = wide(self.x) - self.mean  # first: a mean may be many deviations away from zero
+        return (centred * self.rstd).to(self.x.dtype)
 
     def sums(self, mat: Tensor) -> Tensor:
         """`x̂ m` summed over positions, `[V, N, C, ...] -> [V, N, C]`, without writing `x̂`."""

@@ -246,3 +246,14 @@ def test_gelu_by_tanh_far_from_zero(extension: E.BackpropExtension) -> None:
         loss_fn(model(torch.tensor([[1e10], [-1e10]])), torch.zeros(2, 1)).backward()
     value = getattr(model[0].bias, extension.savefield)
     assert (value(torch.ones(1, 2)) if callable(value) else value).isfinite().all()
+
+
+def test_running_means_far_from_zero() -> None:
+    """Rows are as precise as the gradient: the mean is subtracted before anything is rounded."""
+    layer, x = nn.BatchNorm1d(2).eval(), torch.randn(4, 2) + 1e5
+    nn.init.constant_(layer.running_mean, 1e5)
+    model, loss_fn = bpk.extend(nn.Sequential(layer)), bpk.extend(nn.MSELoss(reduction="sum"))
+    out = model(x)
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(out, out.detach() - 0.5).backward()
+    torch.testing.assert_close(layer.weight.grad_batch.double(), (x.double() - 1e5) / (1 + layer.eps) ** 0.5)
