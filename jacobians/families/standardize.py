@@ -58,9 +58,8 @@ class FixedStatistics(Standardized):
 
     def sums(self, mat: Tensor) -> Tensor:
         """`x̂ m` summed over positions, `[V, N, C, ...] -> [V, N, C]`, without writing `x̂`."""
-        columns = mat.flatten(3)
-        products = torch.linalg.vecdot(columns, wide(self.x).flatten(2))
-        return (products - self.mean.flatten() * columns.sum(-1)) * self.rstd.flatten()
+        centred = wide(self.x).flatten(2) - self.mean.flatten()[:, None]  # first, as in `values`
+        return torch.linalg.vecdot(mat.flatten(3), centred) * self.rstd.flatten()
 
     def slope(self, weight: Tensor | None) -> Tensor:
         """`w r`: the diagonal of the Jacobian."""

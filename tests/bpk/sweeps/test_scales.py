@@ -248,12 +248,14 @@ def test_gelu_by_tanh_far_from_zero(extension: E.BackpropExtension) -> None:
     assert (value(torch.ones(1, 2)) if callable(value) else value).isfinite().all()
 
 
-def test_running_means_far_from_zero() -> None:
+@pytest.mark.parametrize("shape", [(4, 2), (4, 2, 3, 3)])
+def test_running_means_far_from_zero(shape: tuple[int, ...]) -> None:
     """Rows are as precise as the gradient: the mean is subtracted before anything is rounded."""
-    layer, x = nn.BatchNorm1d(2).eval(), torch.randn(4, 2) + 1e5
+    layer, x = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(2).eval(), torch.randn(shape) + 1e5
     nn.init.constant_(layer.running_mean, 1e5)
     model, loss_fn = bpk.extend(nn.Sequential(layer)), bpk.extend(nn.MSELoss(reduction="sum"))
     out = model(x)
     with bpk.backpack(E.BatchGrad()):
         loss_fn(out, out.detach() - 0.5).backward()
-    torch.testing.assert_close(layer.weight.grad_batch.double(), (x.double() - 1e5) / (1 + layer.eps) ** 0.5)
+    expected = ((x.double() - 1e5) / (1 + layer.eps) ** 0.5).reshape(4, 2, -1).sum(2)
+    torch.testing.assert_close(layer.weight.grad_batch.double(), expected, rtol=1e-5, atol=1e-5)
