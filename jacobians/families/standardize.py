@@ -54,10 +54,10 @@ class FixedStatistics(Standardized):
     @cached_property
     def values(self) -> Tensor:  # type: ignore[override]  # computed where it is asked for
         centred = wide(self.x) - self.mean  # first: a mean may be many deviations away from zero
-        return (centred * self.rstd).to(self.x.dtype)
+        return (centred * self.rstd if is_differentiated() else centred.mul_(self.rstd)).to(self.x.dtype)
 
     def sums(self, mat: Tensor) -> Tensor:
-        """`x̂ m` summed over positions, `[V, N, C, ...] -> [V, N, C]`, without writing `x̂`."""
+        """`x̂ m` summed over positions, `[V, N, C, ...] -> [V, N, C]`."""
         centred = wide(self.x).flatten(2) - self.mean.flatten()[:, None]  # first, as in `values`
         return torch.linalg.vecdot(mat.flatten(3), centred) * self.rstd.flatten()
 
