@@ -78,7 +78,7 @@ class ColumnSweep(Player):
         found = [lazy for lazy in starting if lazy.count or not isinstance(lazy, LazyColumns)]
         if found or any(loss.call.inputs[index].numel() for index in loss.links):
             return starting
-        return [self.no_entries(loss)]
+        return self.no_entries(loss)
 
     def start(self, step: Step, starting: Iterable[StartingColumns]) -> None:
         """Let columns begin at a call, behind those that pass it."""
@@ -94,10 +94,10 @@ class ColumnSweep(Player):
                 left -= count
                 self.run.start(step, (lazy.name, self.plan.key, step.number, number), chunk)
 
-    def no_entries(self, loss: Step) -> StartingColumns:
+    def no_entries(self, loss: Step) -> list[StartingColumns]:
         """A column of zeros, where predictions have no entries: what is behind the loss is to know of it."""
         inputs = loss.view(self.samples).inputs
-        return as_lazy({index: torch.zeros_like(inputs[index])[None] for index in loss.links}, None, "no entries")
+        return [as_lazy({index: torch.zeros_like(inputs[index])[None] for index in loss.links}, None, "no entries")]
 
     def withdraw(self, step: Step, deposits: Deposits) -> None:
         """What has been added up before a step goes on, with the columns that have come here since."""

@@ -66,6 +66,9 @@ class TokenColumns(ColumnSweep):
     def may_be_closed(self, step: Step) -> bool:
         return False  # also of a square root: columns tell tokens apart
 
+    def no_entries(self, loss: Step) -> list[StartingColumns]:
+        return []  # there are no tokens
+
     def at_loss(self, step: Step) -> list[StartingColumns]:
         columns, (number, count) = self.columns(step), numbered(step)
         each = max(1, self.chunk // max(1, len(columns)))
