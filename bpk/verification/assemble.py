@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bpk.extensions import EKFLR, HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.secondorder.batch_kfac import BatchKFLR
-from bpk.jacobians.core.errors import explain
-from bpk.jacobians.core.nested import tensors_in
-from bpk.recording.context.surroundings import is_scripted
 from bpk.verification.compare import STANDARD_ERRORS, Effort, Pair, Tolerance, judge
 from bpk.verification.defined import by_definition
 from bpk.verification.draws import Draws
 from bpk.verification.eigenbasis import InEigenbasis
+from bpk.verification.first_look import first_look
 from bpk.verification.gradient import Gradients
 from bpk.verification.kronecker import PROPERTIES, Averaged, OfGroups, Unknown, check_of
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, columns_of, seed_of
-from bpk.verification.objective import gradients_of
 from bpk.verification.place import Extent, Place
-from bpk.verification.precision import coarsest
-from bpk.verification.problem import NoReference, Problem, derivatives, differentiable_twice
+from bpk.verification.problem import NoReference, Problem, derivatives
 from bpk.verification.progress import Progress
 from bpk.verification.quantities import Check, Mismatch
 from bpk.verification.reference import Reference
@@ -182,67 +176,6 @@ def rows_of(task: Task, reference: Reference, missing: str, tolerance: Tolerance
     return [done[name] for name in task.places]
 
 
-@differentiable_twice()
-def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor], torch.dtype]:
-    """How large the problem is, the gradient of each parameter, and the shortest format that is computed in.
-
-    Models and losses that fail are refused.
-    """
-    n, sizes = max(1, problem.inputs.n), [1]
-
-    def see(module: nn.Module, args: object, output: object) -> None:
-        sizes.extend(x.numel() // n for x in tensors_in(output))
-
-    leaves = (m for m in problem.model.modules() if not list(m.children()) and not is_scripted(m))
-    hooks = [m.register_forward_hook(see) for m in leaves]
-    try:
-        output = problem.predict()
-    except Exception as error:  # whatever the user's model raises
-        raise ValueError(
-            explain(
-                f"The forward pass of a copy of {type(problem.model).__name__} fails: {error}",
-                "verify works on a copy, by default in torch.float64, with inputs to match.",
-                "pass dtype=None to keep the model's own precision, and data that the model takes.",
-            )
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    try:
-        loss = problem.objective(output)
-    except Exception as error:  # whatever the user's loss raises
-        given = in_words(problem.targets[0] if len(problem.targets) == 1 else problem.targets)
-        raise ValueError(
-            explain(
-                f"{type(problem.loss).__name__} fails for what {type(problem.model).__name__} returns "
-                f"and {'these targets' if problem.targets else 'no targets'}: {error}",
-                f"that is {in_words(output)}; the targets are {given if problem.targets else 'none'}. "
-                "The loss is called as loss(output, *targets), "
-                "or as loss(*output, *targets) where it takes that many arguments.",
-                "pass targets of the shape and dtype that the loss takes beside this output, or another loss module.",
-            )
-        ) from error
-    require_scalar(problem, loss)
-    trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
-    found = zip(trained.items(), gradients_of(loss, list(trained.values())), strict=True)
-    gradients = {name: torch.zeros_like(p) if g is None else g for (name, p), g in found}
-    columns = sum(x.numel() for x in tensors_in(output) if x.requires_grad)
-    return Extent(columns // n, max(sizes)), gradients, coarsest(loss)
-
-
-def require_scalar(problem: Problem, loss: object) -> None:
-    """Refuse a loss that is no scalar."""
-    if not isinstance(loss, Tensor) or loss.dim() > 0:
-        what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            explain(
-                f"verify(...) needs a scalar loss; {type(problem.loss).__name__} returned {what}.",
-                "second-order quantities are those of one scalar objective.",
-                "use reduction='mean' or reduction='sum'.",
-            )
-        )
-
-
 def mixing(model: nn.Module) -> str:
     """Which layers mix samples, and what to do."""
     norms = (nn.modules.batchnorm._BatchNorm,)
@@ -250,11 +183,3 @@ def mixing(model: nn.Module) -> str:
     if names:
         return f" ('{names[0]}' is in training mode: call model.eval())"
     return " (is another axis than batch_axis= the batch axis?)"
-
-
-def in_words(value: Any) -> str:
-    """Its type, shapes and dtypes: `a tensor of shape [3, 4] (float32)`."""
-    found = [f"{list(x.shape)} ({str(x.dtype).removeprefix('torch.')})" for x in tensors_in(value)]
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {found[0]}"
-    return f"{type(value).__name__} " + (f"with tensors of shape {', '.join(found)}" if found else "without tensors")

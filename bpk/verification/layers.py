@@ -25,7 +25,8 @@ from bpk.jacobians.core.nested import tensors_in
 from bpk.verification.objective import gradients_of
 from bpk.verification.operands import Given, attention_rows, recurrent_rows
 from bpk.verification.problem import NoReference, with_tensors
-from bpk.verification.products import Functions, Oriented, Product, kept
+from bpk.verification.product import Oriented, Product, kept
+from bpk.verification.products import Functions
 from bpk.verification.split import Split
 
 Rows = Callable[[Tensor], list[Tensor]]
