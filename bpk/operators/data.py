@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from bpk.context import disable
 from bpk.jacobians.core.errors import explain
-from bpk.operators.kernels import exact_kernels
+from bpk.operators.kernels import exact_kernels, outside_inference_mode, tracked
 from bpk.operators.loss_at import LossAt
 
 Loader = Iterable[tuple[Any, Any]] | tuple[Any, Any]
@@ -74,7 +74,7 @@ class Problem:
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 what = f"{type(batch).__name__} as batch {number}"
                 raise self.refused(what, "a batch is a pair (inputs, targets)", "wrap the loader")
-            yield tuple(tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, tuple(batch)))
+            yield tuple(tree_map(lambda x: tracked(x).to(self.device) if isinstance(x, Tensor) else x, tuple(batch)))
         if number < 0:
             why = "a mean over no data is not defined"
             raise self.refused(
@@ -107,7 +107,7 @@ class Problem:
                 why = "its outputs depend on how the data is cut into batches, and it changes its buffers"
                 raise self.refused(what, why, "call model.eval()")
         before = {key: b.clone() for key, b in self.model.named_buffers()}
-        with disable(), torch.no_grad(), exact_kernels():
+        with outside_inference_mode(), disable(), torch.no_grad(), exact_kernels():
             first, second = self.seen(twice=True), self.seen(twice=False)
         for key, b in self.model.named_buffers():
             if not torch.equal(b, before[key]):

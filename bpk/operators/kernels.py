@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +30,16 @@ def computing(model: nn.Module) -> Iterator[None]:
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with disable(), CTX.unseen(), one_thread, exact_kernels(), said(model):
         yield
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Inside, graphs can be built: `enable_grad` alone does not in inference mode, where all derivatives are zero."""
+    return torch.inference_mode(False)
+
+
+def tracked(x: Tensor) -> Tensor:
+    """The same numbers in a tensor that graphs can keep, which those made in inference mode are not."""
+    return x.clone() if x.is_inference() else x
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.side_by_side import as_rows
+from bpk.operators.kernels import outside_inference_mode, tracked
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as ScipyOperator
@@ -57,9 +58,9 @@ class LinearOperator(ABC):
 
     def __matmul__(self, vectors: Vectors) -> Vectors:
         mats, several = parts_of(vectors, self.in_shapes, self.dtype, type(self).__name__)
-        with torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             if len(mats[0]):
-                products = self.product([mat.to(self.device) for mat in mats])
+                products = self.product([tracked(mat).to(self.device) for mat in mats])
             else:  # no vectors
                 sizes = self.out_shapes.values()
                 products = [torch.zeros(0, *size, dtype=self.dtype, device=self.device) for size in sizes]

@@ -329,3 +329,18 @@ def test_kfac_of_curvlinops(network: Callable[[], nn.Module], approximation: str
             assert not torch.allclose(found, want)
         else:
             torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("name", ["GGN", "Hessian", "Fisher", "EmpiricalFisher", "Jacobian"])
+def test_products_in_inference_mode(name: str) -> None:
+    """Torch builds no graph there, whatever `enable_grad` says: all products would be zero."""
+    model, loss_fn = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), nn.MSELoss()
+    x, y = torch.randn(5, 3), torch.randn(5, 2)
+    operator = getattr(operators, name)(model, loss_fn, (x, y))
+    v = torch.randn(operator.shape[1])
+    with torch.inference_mode():
+        made = [(x.clone(), y.clone())]  # data and vectors of this mode, too
+        found = operator @ v.clone(), getattr(operators, name)(model, loss_fn, made) @ v.clone()
+    assert (operator @ v).norm() > 0
+    for product in (*found, getattr(operators, name)(model, loss_fn, made) @ v):
+        torch.testing.assert_close(product, operator @ v)
