@@ -344,3 +344,28 @@ def test_products_in_inference_mode(name: str) -> None:
     assert (operator @ v).norm() > 0
     for product in (*found, getattr(operators, name)(model, loss_fn, made) @ v):
         torch.testing.assert_close(product, operator @ v)
+
+
+def test_buffers_that_are_caches_or_hold_nan() -> None:
+    """A cache of positions is made, or grows, in a forward pass, and results stay the same."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("unset", torch.tensor([torch.nan, 1.0]))
+            self.register_buffer("cache", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.cache is None or len(self.cache) < len(x):
+                self.cache = torch.arange(len(x), dtype=x.dtype).cos()[:, None]
+            return self.layer(x) * self.cache[: len(x)]
+
+    x, y, loss_fn = torch.randn(5, 3), torch.randn(5, 2), nn.MSELoss(reduction="sum")
+    model = Cached()
+    v = torch.ones(8)
+    whole = operators.GGN(model, loss_fn, [(x, y)]) @ v
+    model.cache = torch.ones(1, 1)
+    assert operators.GGN(model, loss_fn, [(x[:2], y[:2]), (x, y)]).shape == (8, 8)
+    model.cache = torch.ones(1, 1)
+    torch.testing.assert_close(operators.GGN(model, loss_fn, [(x, y)]) @ v, whole)
