@@ -32,6 +32,7 @@ def ggn_vector_product(
     )
 
 
+@torch.inference_mode(False)  # no graph of derivatives is built in that mode: they would be zero
 def ggn_vector_product_from_plist(
     loss: Tensor, output: Tensor, plist: Tensors, vlist: Tensors, detach: bool = True
 ) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives
 from bpk.jacobians.core.errors import explain
 
 
+@torch.inference_mode(False)  # no graph of derivatives is built in that mode: they would be zero
 def hessian_vector_product(
     f: Tensor, params: Tensors, v: Tensors, grad_params: Tensors | None = None, detach: bool = True
 ) -> tuple[Tensor, ...]:

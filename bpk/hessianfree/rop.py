@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives
 from bpk.jacobians.core.numeric import placeholder
 
 
+@torch.inference_mode(False)  # no graph of derivatives is built in that mode: they would be zero
 def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:
     """`J v` with `J = d ys / d xs`, by two backward passes.
 

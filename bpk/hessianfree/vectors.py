@@ -42,7 +42,7 @@ def as_vectors(given: Tensors, like: Sequence[Tensor], what: str, where: str) ->
                     "reshape the vector; a flat one is split by bpk.utils.convert_parameters.vector_to_parameter_list.",
                 )
             )
-    return vectors
+    return [v.clone() if v.is_inference() else v for v in vectors]  # graphs cannot keep those of inference mode
 
 
 def derivatives(

@@ -221,3 +221,20 @@ def test_bad_input_is_refused_with_a_reason() -> None:
     for wrong in (output.detach(), problem.model(problem.x)):
         with pytest.raises(ValueError, match=r"does not know as a function of the output[\s\S]*very tensor"):
             ggn_vector_product(value, wrong, problem.model, v)
+
+
+def test_products_in_inference_mode() -> None:
+    """Derivatives of derivatives would be zero there: torch builds no graph, whatever it is asked."""
+    model, loss_fn = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), nn.MSELoss()
+    output = model(torch.randn(5, 3))
+    loss, params = loss_fn(output, torch.randn(5, 2)), list(model.parameters())
+
+    def products() -> list[torch.Tensor]:
+        v = [torch.ones(p.shape) for p in params]
+        pushed = jacobian_vector_product(output, params, v)
+        return [*hessian_vector_product(loss, params, v), *ggn_vector_product(loss, output, model, v), *pushed]
+
+    with torch.inference_mode():
+        found = products()
+    assert all(bool(x.any()) for x in found)
+    torch.testing.assert_close(found, products())
