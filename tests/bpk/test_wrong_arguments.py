@@ -121,6 +121,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a hook that is none": (lambda: bpk.backpack(extension_hook=3), "extension_hook=3(?s:.*)cannot be called"),  # type: ignore[arg-type]
     "a list": (lambda: bpk.backpack([E.BatchGrad()]), r"backpack\(\*extensions\)"),  # type: ignore[arg-type]
     "a norm in words": (lambda: E.ClippedGrad("1"), "max_norm must be a positive number, got '1'"),  # type: ignore[arg-type]
+    "several norms": (lambda: E.ClippedGrad(torch.ones(2)), "max_norm must be a positive number"),  # type: ignore[arg-type]
     "a layer as rule": (lambda: bpk.check_rule(nn.Tanh), "is no rule(?s:.*)pass the rule"),  # type: ignore[arg-type]
     "a rule not registered": (lambda: bpk.unregister(Elementwise("x", NoReduction)), "is not registered"),
     "a module extension": (lambda: E.KFAC().set_module_extension(nn.Linear, 3), "3 for Linear, which is no module ext"),  # type: ignore[arg-type]

@@ -44,7 +44,8 @@ class ClippedGrad(WeightedGrad):
         loss_reduction: str = "mean",
         subsampling: Sequence[int] | None = None,
     ) -> None:
-        if not isinstance(max_norm, (Real, Tensor)) or not max_norm > 0:
+        several = isinstance(max_norm, Tensor) and max_norm.numel() != 1
+        if several or not isinstance(max_norm, (Real, Tensor)) or not max_norm > 0:
             raise ValueError(f"max_norm must be a positive number, got {max_norm!r}.")
         self.max_norm: float = max_norm
         super().__init__(self.clip, per, loss_reduction, subsampling)
