@@ -17,6 +17,7 @@ KINDS = ("full", "diagonal", "trace")
 FIELD = "_bpk_ntk"
 
 
+@torch.inference_mode(False)  # the Jacobian needs a graph
 def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "full") -> Tensor:
     """The empirical neural tangent kernel `K[n, m] = J(x1_n) J(x2_m)^T`, with the Jacobian in all trained parameters.
 

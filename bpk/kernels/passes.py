@@ -170,8 +170,9 @@ def require_all_extended(model: nn.Module, params: dict[str, Tensor]) -> None:
 def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
     """The model's outputs `[N, *]` with their graph."""
     extend(model)
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
     with torch.enable_grad():
-        outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+        outputs = model(*(x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in given))
     if not isinstance(outputs, Tensor) or outputs.dim() == 0 or not outputs.is_floating_point():
         what = f"a tensor of {outputs.dtype}, {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs)
         raise ValueError(

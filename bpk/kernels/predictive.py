@@ -38,6 +38,7 @@ def predictive_covariance(model: nn.Module, x: Inputs, posterior: Posterior) -> 
     return predicted(model, x, posterior)[1]
 
 
+@torch.inference_mode(False)  # the Jacobian needs a graph
 def predicted(model: nn.Module, x: Inputs, posterior: Posterior) -> tuple[Tensor, Tensor]:
     """The outputs of a model, without their graph, and `predictive_covariance`."""
     if not isinstance(posterior, Posterior):

@@ -500,3 +500,15 @@ def test_samples_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.clear()
     bpk.ntk(copy.deepcopy(model), x)
     assert len(asked) == 1
+
+
+def test_jacobians_in_inference_mode() -> None:
+    """A prediction is often made there, where no graph would be built."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    posterior = Diagonal({name: torch.ones_like(p) for name, p in model.named_parameters()})
+    x = torch.randn(5, 3)
+    with torch.inference_mode():
+        same = x.clone()
+        kernel, covariance = bpk.ntk(model, same), bpk.predictive_covariance(model, same, posterior)
+    torch.testing.assert_close(kernel, bpk.ntk(model, x))
+    torch.testing.assert_close(covariance, bpk.predictive_covariance(model, x, posterior))
