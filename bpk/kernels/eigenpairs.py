@@ -68,6 +68,7 @@ def eigenpairs(model: nn.Module, loss: Tensor, k: int = 10, of: str = "ggn", mc_
     if of not in OF:
         raise ValueError(f"of must be one of {OF}, got {of!r}.")
     positive("k", k)
+    positive("mc_samples", mc_samples)
     params, state, draws = trained(model), RandomState.now(loss.device), mc_samples if of == "ggn_mc" else None
     by_gradients = of == "empirical_fisher"
     gram = Gram()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from bpk.extensions.options import positive
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.second_order.graph import products
@@ -59,7 +60,7 @@ class CurvatureOperator(SymmetricOperator):
         self.in_shapes = self.out_shapes = {name: p.shape for name, p in self.problem.params.items()}
         self.dtype, self.device = self.problem.dtype, self.problem.device
         self.blocks = blocked(list(self.in_shapes), blocks)
-        self.chunk_size = chunk_size
+        self.chunk_size = positive("chunk_size", chunk_size)
 
     @abstractmethod
     def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
@@ -192,7 +193,7 @@ class Fisher(GGN):
         chunk_size: int = AT_ONCE,
     ) -> None:
         super().__init__(model, loss_fn, loader, blocks, check_deterministic, chunk_size)
-        self.mc_samples, self.seed = mc_samples, seed
+        self.mc_samples, self.seed = positive("mc_samples", mc_samples), seed
 
     def restart(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)

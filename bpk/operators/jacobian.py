@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.context import disable
+from bpk.extensions.options import positive
 from bpk.operators.curvature import AT_ONCE
 from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, push
@@ -46,9 +47,16 @@ class Jacobian(LinearOperator):
         self.problem = Problem(model, None, loader, "Jacobian", check_deterministic)
         self.in_shapes = {name: p.shape for name, p in self.problem.params.items()}
         self.dtype, self.device = self.problem.dtype, self.problem.device
-        self.chunk_size = chunk_size
+        self.chunk_size = positive("chunk_size", chunk_size)
         with disable():
             shapes = [self.problem.predict(x).shape for x, _ in self.problem.batches()]
+        if not all(shapes):
+            why = "each row of the matrix belongs to a sample"
+            raise self.problem.refused("a model whose output has no batch axis", why, "return one number per sample")
+        if len({shape[1:] for shape in shapes}) > 1:
+            sizes = " and ".join(str([*size]) for size in dict.fromkeys(shape[1:] for shape in shapes))
+            what = f"a model with outputs {sizes} per row"
+            raise self.problem.refused(what, "rows of all batches stand one below the other", "pad them to one shape")
         self.out_shapes = {"output": torch.Size((sum(s[0] for s in shapes), *shapes[0][1:]))}
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:

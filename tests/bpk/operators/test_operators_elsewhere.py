@@ -369,3 +369,25 @@ def test_buffers_that_are_caches_or_hold_nan() -> None:
     assert operators.GGN(model, loss_fn, [(x[:2], y[:2]), (x, y)]).shape == (8, 8)
     model.cache = torch.ones(1, 1)
     torch.testing.assert_close(operators.GGN(model, loss_fn, [(x, y)]) @ v, whole)
+
+
+def test_counts_and_outputs_that_make_no_sense_are_refused() -> None:
+    class Summing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).sum()
+
+    model, loss_fn, data = nn.Linear(3, 2), nn.MSELoss(), (torch.randn(5, 3), torch.randn(5, 2))
+    with pytest.raises(ValueError, match="mc_samples must be a whole number of at least 1"):
+        operators.Fisher(model, loss_fn, data, mc_samples=0)  # products were zero
+    for name, wrong in (("GGN", 0), ("Jacobian", -1)):
+        with pytest.raises(ValueError, match="chunk_size must be a whole number of at least 1"):
+            getattr(operators, name)(model, loss_fn, data, chunk_size=wrong)
+    with pytest.raises(ValueError, match="no batch axis"):
+        operators.Jacobian(Summing(), None, data)
+    lengths = [(torch.randn(2, 5, 3), None), (torch.randn(2, 4, 3), None)]  # its shape was that of two of 5
+    with pytest.raises(ValueError, match=r"outputs \[5, 2\] and \[4, 2\] per row"):
+        operators.Jacobian(model, None, lengths)
