@@ -153,9 +153,8 @@ class Record(Connected):
             params = {**params, **{name: Changed.of(self.module, name, params[name]) for name in gone}}
         binding, axes = self.binding, (self.shifted,)
         options = self.hyperparameters.as_called(binding.options)
-        if (
-            not (self.shifted or binding.axes or binding.out_axes) and len(self.used) == 1
-        ):  # all tensors are as they are
+        moved = self.shifted or binding.axes or binding.out_axes
+        if not moved and len(self.used) == 1:  # all tensors are as they are
             out = self.results[self.used[0]]
             return Call(options, inputs, params, out, used={self.used[0]: out.shape[1:]})
         assert self.rule is not None
@@ -202,7 +201,7 @@ class Record(Connected):
         if not keeps_fields and self.stored is not None:
             forget(self.module, self.stored)
         self.stored = self.recomputed = None  # the graph owns the record until the loss is let go
-        self.inputs, self.results, self.cached, self.stamps = (), {}, None, []
+        self._inputs, self._results, self.cached, self.stamps = (), {}, None, []
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
@@ -29,8 +26,8 @@ class Connected:
     """
 
     __slots__ = (  # there is one for each call of a step
-        *("_batch_size", "aligned", "as_called", "binding", "edges", "inputs", "layout", "places", "problem"),
-        *("recomputed", "results", "shifted", "used", "versions"),
+        *("_batch_size", "_inputs", "_results", "aligned", "as_called", "binding", "edges", "layout", "places"),
+        *("problem", "recomputed", "shifted", "used", "versions"),
     )
 
     def __init__(
@@ -57,30 +54,38 @@ class Connected:
         self.used: list[int] = [] if several else list(results)
         tensors = (*inputs, *results.values())
         self.versions = [x._version for x in tensors]
+        self._inputs: tuple[Tensor, ...] | None = inputs
+        self._results: dict[int, Tensor] | None = results
         if hooks is not None:
             self.recomputed = Recomputed(hooks, tensors)
-        else:
-            self.inputs = inputs
-            self.results = results
+            self.drop()
 
-    if not TYPE_CHECKING:
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the layer was given."""
+        if self._inputs is None:
+            self.compute_again()
+        return self._inputs or ()
 
-        def __getattr__(self, name: str) -> Any:
-            """Inputs and results of a call inside of `torch.utils.checkpoint` are not there until they are computed."""
-            if name not in ("inputs", "results") or self.recomputed is None:
-                raise AttributeError(name)
-            with CTX.aloud():
-                found = self.recomputed.tensors()
-            numbers = list(self.places.values())
-            self.inputs = tuple(found[: -len(numbers)])
-            self.results = dict(zip(numbers, found[-len(numbers) :], strict=True))
-            return getattr(self, name)
+    @property
+    def results(self) -> dict[int, Tensor]:
+        """What it returned, by number."""
+        if self._results is None:
+            self.compute_again()
+        return self._results or {}
+
+    def compute_again(self) -> None:
+        """Get the tensors of a call inside of `torch.utils.checkpoint`."""
+        assert self.recomputed is not None
+        with CTX.aloud():
+            found = self.recomputed.tensors()
+        numbers = list(self.places.values())
+        self._inputs = tuple(found[: -len(numbers)])
+        self._results = dict(zip(numbers, found[-len(numbers) :], strict=True))
 
     def drop(self) -> None:
         """Let go of what can be computed again."""
-        if self.recomputed is not None:
-            with suppress(AttributeError):  # nobody has asked for it
-                del self.inputs, self.results
+        self._inputs = self._results = None
 
     def use(self, number: int) -> None:
         """Something behind the call depends on this result."""
