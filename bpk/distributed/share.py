@@ -155,9 +155,14 @@ def hashed(indices: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How it loads, whatever batches it loads."""
+    return {name: getattr(loader, name) for name in OPTIONS if hasattr(loader, name)}
+
+
 def only(loader: DataLoader[Any], batches: list[Any]) -> DataLoader[Any]:
     """A loader of these batches."""
-    known = {name: getattr(loader, name) for name in OPTIONS if hasattr(loader, name)}
+    known = options_of(loader)
     if not loader.num_workers:
         known = {name: x for name, x in known.items() if name not in ("prefetch_factor", "multiprocessing_context")}
     return DataLoader(loader.dataset, batch_sampler=batches, **known)
@@ -170,7 +175,7 @@ def with_new_workers(loader: Iterable[Any]) -> Iterable[Any]:
     """
     if type(loader) is not DataLoader or not loader.persistent_workers:
         return loader
-    known = {name: getattr(loader, name) for name in (*OPTIONS, "generator") if hasattr(loader, name)}
+    known = options_of(loader) | {"generator": loader.generator}
     if isinstance(loader.dataset, IterableDataset):
         known |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     elif loader.batch_sampler is None:

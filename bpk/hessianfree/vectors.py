@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.numeric import tracked
 from bpk.jacobians.second_order.graph import differentiable_again
 from bpk.recording.context.state import CTX
 
@@ -42,7 +43,7 @@ def as_vectors(given: Tensors, like: Sequence[Tensor], what: str, where: str) ->
                     "reshape the vector; a flat one is split by bpk.utils.convert_parameters.vector_to_parameter_list.",
                 )
             )
-    return [v.clone() if v.is_inference() else v for v in vectors]  # graphs cannot keep those of inference mode
+    return list(map(tracked, vectors))
 
 
 def derivatives(

@@ -14,6 +14,7 @@ from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.numeric import tracked
 from bpk.kernels.summed import Summed
 from bpk.recording.activations import forget
 from bpk.recording.membership import parts_of
@@ -172,7 +173,7 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
     extend(model)
     given = inputs if isinstance(inputs, tuple) else (inputs,)
     with torch.enable_grad():
-        outputs = model(*(x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in given))
+        outputs = model(*(tracked(x) if isinstance(x, Tensor) else x for x in given))
     if not isinstance(outputs, Tensor) or outputs.dim() == 0 or not outputs.is_floating_point():
         what = f"a tensor of {outputs.dtype}, {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs)
         raise ValueError(

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map
 
 from bpk.context import disable
 from bpk.jacobians.core.errors import explain
-from bpk.operators.kernels import exact_kernels, outside_inference_mode, tracked
+from bpk.jacobians.core.numeric import tracked
+from bpk.operators.kernels import exact_kernels
 from bpk.operators.loss_at import LossAt
 
 Loader = Iterable[tuple[Any, Any]] | tuple[Any, Any]
@@ -107,7 +108,7 @@ class Problem:
                 why = "its outputs depend on how the data is cut into batches, and it changes its buffers"
                 raise self.refused(what, why, "call model.eval()")
         before = {key: b.clone() for key, b in self.model.named_buffers()}
-        with outside_inference_mode(), disable(), torch.no_grad(), exact_kernels():
+        with torch.inference_mode(False), disable(), torch.no_grad(), exact_kernels():
             first, second = self.seen(twice=True), self.seen(twice=False)
         for key, b in self.model.named_buffers():
             if key not in before or b.shape != before[key].shape:

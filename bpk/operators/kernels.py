@@ -18,7 +18,7 @@ from bpk.jacobians.second_order.fused import StandIns
 from bpk.jacobians.second_order.twice import TWICE
 from bpk.recording.context.state import CTX
 from bpk.rules import REGISTRY
-from bpk.sweeps.stretches.no_second_derivative import only_once
+from bpk.sweeps.stretches.no_second_derivative import refused_as
 
 
 @contextmanager
@@ -30,16 +30,6 @@ def computing(model: nn.Module) -> Iterator[None]:
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with disable(), CTX.unseen(), one_thread, exact_kernels(), said(model):
         yield
-
-
-def outside_inference_mode() -> AbstractContextManager[Any]:
-    """Inside, graphs can be built: `enable_grad` alone does not in inference mode, where all derivatives are zero."""
-    return torch.inference_mode(False)
-
-
-def tracked(x: Tensor) -> Tensor:
-    """The same numbers in a tensor that graphs can keep, which those made in inference mode are not."""
-    return x.clone() if x.is_inference() else x
 
 
 @contextmanager
@@ -107,19 +97,9 @@ Torch (seen in 2.13) keeps the row of `padding_idx` constant in reverse mode onl
 """
 
 
-@contextmanager
-def said(model: nn.Module) -> Iterator[None]:
+def said(model: nn.Module) -> AbstractContextManager[None]:
     """Say that a function of a model has no second derivative, where torch does."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = only_once(error)
-        if reason is None:
-            raise
-        raise UnsupportedLayer(
-            explain(
-                f"Products cannot pass a function of {type(model).__name__}.",
-                f"torch has neither its derivative in forward mode nor its second one: {reason}",
-                "write the function with others, or use bpk.operators.KFAC, which goes by rules.",
-            )
-        ) from error
+    what = f"Products cannot pass a function of {type(model).__name__}."
+    why = "torch has neither its derivative in forward mode nor its second one"
+    do = "write the function with others, or use bpk.operators.KFAC, which goes by rules."
+    return refused_as(lambda reason: UnsupportedLayer(explain(what, f"{why}: {reason}", do)))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.numeric import tracked
 from bpk.jacobians.core.side_by_side import as_rows
-from bpk.operators.kernels import outside_inference_mode, tracked
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as ScipyOperator
@@ -58,7 +58,8 @@ class LinearOperator(ABC):
 
     def __matmul__(self, vectors: Vectors) -> Vectors:
         mats, several = parts_of(vectors, self.in_shapes, self.dtype, type(self).__name__)
-        with outside_inference_mode(), torch.no_grad():
+        # no graph of derivatives is built in inference mode, also by `enable_grad`: they would be zero
+        with torch.inference_mode(False), torch.no_grad():
             if len(mats[0]):
                 products = self.product([tracked(mat).to(self.device) for mat in mats])
             else:  # no vectors

@@ -37,6 +37,11 @@ def is_differentiated() -> bool:
     return torch.is_grad_enabled() or is_transformed()
 
 
+def tracked(x: Tensor) -> Tensor:
+    """The same numbers in a tensor that graphs can keep, which those made in inference mode are not."""
+    return x.clone() if x.is_inference() else x
+
+
 def wide(x: Tensor) -> Tensor:
     """`x` in the type to compute in: half precision is too coarse for sums and exponentials, so float32 instead."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

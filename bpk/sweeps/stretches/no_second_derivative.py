@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -161,19 +161,21 @@ def not_differentiable(source: Source, reason: str) -> UnsupportedLayer:
 
 
 @contextmanager
-def multiplied(where: str) -> Iterator[None]:
-    """Say what cannot be multiplied with: torch differentiates a second derivative once more for that, and may not."""
+def refused_as(refusal: Callable[[str], UnsupportedLayer]) -> Iterator[None]:
+    """Where autograd can differentiate a function only once: what to say in place of its error, for its reason."""
     try:
         yield
     except RuntimeError as error:
         reason = only_once(error)
         if reason is None:
             raise
-        what, do = (
-            f"Products cannot pass a function before {where}.",
-            "use a quantity without products (DiagHessian, ...).",
-        )
-        raise UnsupportedLayer(explain(what, reason, do)) from error
+        raise refusal(reason) from error
+
+
+def multiplied(where: str) -> AbstractContextManager[None]:
+    """Say what cannot be multiplied with: torch differentiates a second derivative once more for that, and may not."""
+    what, do = f"Products cannot pass a function before {where}.", "use a quantity without products (DiagHessian, ...)."
+    return refused_as(lambda reason: UnsupportedLayer(explain(what, reason, do)))
 
 
 @contextmanager
@@ -181,15 +183,10 @@ def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
     """Say which function has no second derivative. `grad` is the gradient at the end of the stretch."""
     what = f"A function before {source.consumer.where} cannot be differentiated twice."
     do = "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the function with others."
-    try:
+    with refused_as(lambda reason: UnsupportedLayer(explain(what, reason, do))):
         if has_users_functions(source):
             if is_marked(source, grad):
                 raise UnsupportedLayer(explain(what, "it is marked with once_differentiable.", do))
             if is_hidden(source, grad):
                 raise UnsupportedLayer(explain(what, "autograd does not see how its gradient is computed.", do))
         yield
-    except RuntimeError as error:
-        reason = only_once(error)
-        if reason is None:
-            raise
-        raise UnsupportedLayer(explain(what, reason, do)) from error
