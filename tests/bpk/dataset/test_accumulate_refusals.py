@@ -21,6 +21,7 @@ from bpk.extensions.over_batches import OverBatches, Size, Sums
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.bpk.dataset.test_accumulate import LOSSES, WEIGHTS, assert_same, check, classes, real, split, whole
+from tests.bpk.dataset.test_accumulate_use import few
 from tests.helpers import data, mlp
 
 REFUSED = [e for e in every_extension() if isinstance(e.over_batches, str)]
@@ -362,3 +363,11 @@ def test_a_loss_of_each_sample_needs_a_divisor() -> None:
     expected = bpk.accumulate(model, nn.CrossEntropyLoss(), data, E.Variance())
     for field in ("grad", "variance"):
         torch.testing.assert_close(result["weight"][field], expected["weight"][field])
+
+
+def test_a_model_that_is_refused_keeps_its_buffers() -> None:
+    model, (_, x, y) = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), few()
+    with pytest.raises(UnsupportedLayer, match="mixes the samples"):
+        bpk.accumulate(model, nn.CrossEntropyLoss(), [(x, y)])
+    buffers = dict(model.named_buffers())
+    assert not buffers["1.running_mean"].any() and not buffers["1.num_batches_tracked"]
