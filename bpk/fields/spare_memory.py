@@ -60,19 +60,20 @@ def spare_memory(tensor: Tensor) -> Tensor | None:
 
 
 def spare_memories(fields: dict[str, Any], name: str) -> list[Tensor]:
-    """Take away the field of an earlier pass: the memory of its tensor, or of those in its list, where it is large.
+    """Take away the field of an earlier pass: the memory of its tensors, where it is large.
 
-    Where a graph is built, nothing is written into memory that exists.
+    It is one, a list of them, or by name what adds up over batches. Where a graph is built, nothing is written into
+    memory that exists.
     """
-    tensors, found = fields.pop(name, None), list[Tensor]()
-    if type(tensors) is not list:
-        tensors = [tensors]
-    elif sys.getrefcount(tensors) > ALONE_AS_LIST:
+    field, found = fields.pop(name, None), list[Tensor]()
+    if type(field) not in (list, dict):
+        field = [field]
+    elif sys.getrefcount(field) > ALONE_AS_LIST:  # of a dictionary there are as many
         return found
     if torch.is_grad_enabled():
         return found
-    while tensors:
-        tensor = tensors.pop()
+    while field:
+        tensor = field.popitem()[1] if type(field) is dict else field.pop()
         if isinstance(tensor, Tensor) and tensor.numel() >= WORTH:
             spare = spare_memory(tensor)
             if spare is not None:

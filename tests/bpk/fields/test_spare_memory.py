@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.dataset.totals import Totals
 from bpk.fields import spare_memory
 from tests.helpers import backward, data, extended
 
@@ -155,6 +156,30 @@ def test_factors(quantity: type[E.KFAC], held: str) -> None:
             assert torch.equal(now, before[0])
         elif held == "a view":
             assert torch.equal(now, before[1][1:])
+
+
+@pytest.mark.parametrize("held", ["the dictionary", "a factor", "nothing"])
+def test_factors_that_add_up_over_batches(held: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is with what a pass over a data set takes from each batch, unless somebody has it."""
+    torch.manual_seed(0)
+    model, loss_fn = extended()
+    batches = [(x + step, y) for step, (x, y) in enumerate(data() for _ in range(4))]
+    expected = [(x.mT @ x) / len(x) for x, _ in batches]
+    places, kept, ballast, add = set[int](), list[Any](), list[Tensor](), Totals.add
+
+    def seen(totals: Totals, found: Any, size: Any, loss: float) -> None:
+        parts = found["kfac"]["0.weight"]
+        places.add(parts["A"].data_ptr())
+        kept.append({"the dictionary": parts, "a factor": parts["A"], "nothing": None}[held])
+        add(totals, found, size, loss)
+        ballast.extend(torch.empty_like(x) for x in parts.values() for _ in range(3))
+
+    monkeypatch.setattr(Totals, "add", seen)
+    result = bpk.accumulate(model, loss_fn, batches, E.KFAC())
+    torch.testing.assert_close(result["0.weight"]["kfac"][1], sum(expected) / len(expected))
+    assert (len(places) == 1) == (held == "nothing")
+    for now, before in zip(kept, expected, strict=True) if held != "nothing" else ():
+        torch.testing.assert_close(now["A"] if held == "the dictionary" else now, before)
 
 
 TENSORS = (
