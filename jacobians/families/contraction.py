@@ -170,8 +170,9 @@ class Contraction(Affine):
         return self.weight_adjoint(call, mat) if sum_batch else outer_products(x, mat, call.room)
 
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
-        x = self.features(call.inputs).flatten(0, -2)
-        return torch.matmul(x, self.matrix(mat).mT).reshape(mat.shape[0], *call.output.shape)
+        x, matrix = self.features(call.inputs).flatten(0, -2), self.matrix(mat)
+        side_by_side = linear(x, matrix.flatten(0, 1)).unflatten(1, matrix.shape[:2])  # [N T, V, O]: one product
+        return side_by_side.movedim(1, 0).reshape(mat.shape[0], *call.output.shape)
 
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
         if len(mat) == 1 and (vectors := self.vectors(call)) is not None:

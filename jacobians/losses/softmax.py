@@ -144,12 +144,11 @@ class SoftmaxCrossEntropy(Loss):
         return score.reshape(mc_samples, *x.shape).to(x.dtype)
 
     def hessian_mat_prod(self, call: Call, mat: Tensor) -> Tensor:
-        log_p, weight = self._softmax(call)
-        p = log_p.exp()
+        p, weighted, likely = self._probabilities(call)
         v = mat.reshape(mat.shape[0], *p.shape)
-        likely = p.argmax(1, keepdim=True).expand(len(v), -1, -1, -1)
-        v = v - v.gather(2, likely)  # H maps constants to 0, and its product is no small difference of large numbers
-        return (p * weight[:, None] * (v - (p * v).sum(2, keepdim=True))).reshape(mat.shape).to(mat.dtype)
+        at = likely.expand(len(v), -1, -1, -1)
+        v = v - v.gather(2, at)  # H maps constants to 0, and its product is no small difference of large numbers
+        return (weighted * (v - (p * v).sum(2, keepdim=True))).reshape(mat.shape).to(mat.dtype)
 
     def sum_hessian(self, call: Call) -> Tensor:
         x = call.inputs[0]
@@ -173,6 +172,13 @@ class SoftmaxCrossEntropy(Loss):
             return columns
         eye = torch.eye(log_p.shape[1], dtype=log_p.dtype, device=log_p.device)
         return (eye[:, None, :, None] - log_p.exp()) * root.transpose(0, 1)[:, :, None]
+
+    @once
+    def _probabilities(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities `p` `[N, C, P]`, the same times the weights, and the likeliest classes `[N, 1, P]`."""
+        log_p, weight = self._softmax(call)
+        p = log_p.exp()
+        return p, p * weight[:, None], p.argmax(1, keepdim=True)
 
     @once
     def _softmax(self, call: Call) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ gives the GGN, making `R` positive semi-definite the positive-curvature Hessian.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,22 @@ from torch import Tensor
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.plan.step import promoted
 from bpk.recording.context.state import CTX
 from bpk.sweeps.curvature import Curvature
-from bpk.sweeps.products.tape import Frame, Tape
+from bpk.sweeps.products.tape import Feed, Frame, Tape
+
+
+class Passing(NamedTuple):
+    """A call that tangents at a parameter reach: by these inputs, and by these of its own parameters."""
+
+    frame: Frame
+    feeds: dict[Wrt, Feed]
+    own: list[str]
+    is_loss: bool
 
 
 class BlockProduct:
@@ -87,45 +98,58 @@ class BlockProduct:
             found = self.multiply(mat) if several else self.multiply(mat[None])[0]
             return found if self.scale == 1 else found / self.scale
 
+    @cached_property
+    def path(self) -> list[Passing]:
+        """The calls that tangents at the parameter reach, latest first."""
+        reached: set[int] = set()
+        path: list[Passing] = []
+        for frame in reversed(self.frames):
+            fed = {i: feed for i, feed in frame.feeds.items() if feed.producer in reached}
+            own = [name for name, identity in frame.params.items() if identity == id(self.param)]
+            if fed or own:
+                path.append(Passing(frame, fed, own, isinstance(frame.rule, Loss)))
+                if not path[-1].is_loss:
+                    reached.add(frame.number)
+        return path[::-1]
+
     def multiply(self, mat: Tensor) -> Tensor:
         """Tangents forward, adjoints backward."""
         outs: dict[int, Tensor] = {}
-        tangents: dict[int, dict[Wrt, Tensor]] = {}
-        for frame in reversed(self.frames):
+        tangents: list[dict[Wrt, Tensor]] = []
+        for passing in reversed(self.path):
+            frame = passing.frame
             found: dict[Wrt, Tensor] = {
-                i: promoted(feed.forth(outs[feed.producer]), frame.call)
-                for i, feed in frame.feeds.items()
-                if feed.producer in outs
+                i: promoted(feed.forth(outs[feed.producer]), frame.call) for i, feed in passing.feeds.items()
             }
-            found.update({name: mat for name, identity in frame.params.items() if identity == id(self.param)})
-            if found:
-                tangents[frame.number] = found
-                if not isinstance(frame.rule, Loss):
-                    outs[frame.number] = frame.push(found)
-        return self.gather(mat, outs, tangents)
+            for name in passing.own:
+                found[name] = mat
+            tangents.append(found)
+            if not passing.is_loss:
+                outs[frame.number] = frame.push(found)
+        return self.gather(mat, tangents)
 
-    def gather(self, mat: Tensor, outs: dict[int, Tensor], tangents: dict[int, dict[Wrt, Tensor]]) -> Tensor:
-        """Adjoints backward, from the loss to the parameter."""
-        result = torch.zeros_like(mat)
+    def gather(self, mat: Tensor, tangents: list[dict[Wrt, Tensor]]) -> Tensor:
+        """Adjoints backward, from the loss to the parameter; `tangents` of the path's calls, the earliest first."""
+        result: Tensor | None = None
         adjoints: dict[int, Tensor] = {}
-        for frame in self.frames:
-            inner = tangents.get(frame.number)
-            if inner is None:
-                continue
+        for passing in self.path:
+            frame, inner = passing.frame, tangents.pop()
             sent: list[tuple[Wrt, Tensor]] = []
-            if isinstance(frame.rule, Loss):
+            if passing.is_loss:
                 sent += loss_hessian(frame, inner).items()
             elif frame.number in adjoints:
                 sent += frame.pull(adjoints.pop(frame.number), inner).items()
-            if self.curvature is not Curvature.GGN and not isinstance(frame.rule, Loss):
+            if self.curvature is not Curvature.GGN and not passing.is_loss:
                 sent += frame.curve(inner, self.curvature).items()
             for wrt, part in sent:
-                if isinstance(wrt, str):
-                    result = result + part if frame.params.get(wrt) == id(self.param) else result
-                elif frame.feeds[wrt].producer in outs:
-                    number, arrived = frame.feeds[wrt].producer, frame.feeds[wrt].back(part)
-                    adjoints[number] = adjoints[number] + arrived if number in adjoints else arrived
-        return result
+                if wrt in passing.own:
+                    result = owned(part, mat) if result is None else result + part
+                elif wrt in passing.feeds:
+                    feed = passing.feeds[wrt]
+                    arrived = feed.back(part)
+                    known = adjoints.get(feed.producer)
+                    adjoints[feed.producer] = arrived if known is None else known + arrived
+        return torch.zeros_like(mat) if result is None else result
 
 
 class Lost:
@@ -146,6 +170,15 @@ class Lost:
                 "run the passes here, or save what the product returns.",
             )
         )
+
+
+def owned(part: Tensor, mat: Tensor) -> Tensor:
+    """A product with vectors `mat`, in memory that nobody else looks at: as it is, where it fills memory of its own."""
+    if not is_differentiated() and part.dtype is mat.dtype and part.is_contiguous():
+        memory = part.untyped_storage()
+        if memory.nbytes() == part.nbytes and memory.data_ptr() != mat.untyped_storage().data_ptr():
+            return part
+    return torch.zeros_like(mat) + part
 
 
 def loss_hessian(frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:

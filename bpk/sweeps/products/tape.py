@@ -69,19 +69,22 @@ class Frame:
         What was computed from parameters that have other memory by now, or from other hyperparameters, is dropped:
         it may read them. Buffers that were changed are refused where a rule reads them.
         """
-        options = self.options if self.hyperparameters is None else self.hyperparameters.as_called(self.options)
-        parameters = [(ref(), known) for ref, known in self.live]
-        moved = any(x is not None and is_changed(x, known) for x, known in parameters)
-        if self.hyperparameters is not None and (moved or options is not self.options):
-            self.call = self.call.seen_with(options)
-        if any(is_changed(x, known) for x, known in self.stamps):
-            raise RuntimeError(
-                explain(
-                    f"Tensors of {self.where} were changed since the backward pass.",
-                    "the product belongs to the point at which the gradient was taken; mixing two points is wrong.",
-                    "call the product before optimizer.step(), or run forward and backward again.",
+        if self.hyperparameters is not None:
+            options, moved = self.hyperparameters.as_called(self.options), False
+            for ref, known in self.live:
+                x = ref()
+                moved = moved or (x is not None and is_changed(x, known))
+            if moved or options is not self.options:
+                self.call = self.call.seen_with(options)
+        for tensor, known in self.stamps:
+            if is_changed(tensor, known):
+                raise RuntimeError(
+                    explain(
+                        f"Tensors of {self.where} were changed since the backward pass.",
+                        "the product belongs to the point at which the gradient was taken; mixing two points is wrong.",
+                        "call the product before optimizer.step(), or run forward and backward again.",
+                    )
                 )
-            )
 
     def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
         """`sum_i J_i t_i`: from tangents at inputs and parameters to the output."""
