@@ -12,7 +12,7 @@ from itertools import count
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.families.no_rows import with_rows
@@ -125,25 +125,32 @@ class Plan:
     def find_gradients(self) -> None:
         """Let autograd compute the gradient at the output of every call, ahead of its own pass."""
         steps = [s for s in self.steps if s.gradient is None and s.source is None]
-        edges = [gradient_edge((s.node, nr)) for s in steps for nr in s.record.places]
+        edges = [edge for step in steps for edge in step.edges]
         if not edges:
             return
         ends = [gradient_edge((node, next(iter(loss.places)))) for loss, node in self.losses.items()]
+        factors = [self.step_of[loss].grad for loss in self.losses]
+        found = iter(self.pull(ends, factors, edges, create_graph=torch.is_grad_enabled()))
+        for step in steps:
+            grad, out = step.gradient_of(found), step.call.output
+            step.gradient = torch.zeros_like(out) if grad is None else grad.to(out.dtype)
+
+    def pull(
+        self,
+        ends: Sequence[GradientEdge],
+        vectors: Sequence[Tensor],
+        edges: Sequence[GradientEdge],
+        create_graph: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """Let autograd take vectors at some ends through all calls up to these edges, ahead of its own pass."""
         for loss, node in self.losses.items():
             if loss.module._backward_hooks:
                 make_quiet(engine.hooks_at(node.register_hook))
-        for step in steps:
-            step.quieten()
+        for step in self.steps:
+            if step.consumer is None:
+                step.quieten()
         with CTX.quietly(EVERY_CALL):
-            factors = [self.step_of[loss].grad for loss in self.losses]
-            found = iter(pull_back(ends, edges, factors, create_graph=torch.is_grad_enabled()))
-        for step in steps:
-            width = max(step.record.places) + 1
-            grads: list[Tensor | None] = [None] * width
-            for nr in step.record.places:
-                grads[nr] = next(found)
-            grad = step.record.gradient(tuple(grads))
-            step.gradient = torch.zeros_like(step.call.output) if grad is None else grad.to(step.call.output.dtype)
+            return pull_back(ends, edges, vectors, create_graph=create_graph)
 
 
 def consumers_first(losses: Sequence[Step]) -> list[Step]:

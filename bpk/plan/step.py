@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
@@ -17,7 +17,7 @@ from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
-from bpk.plan.graph import Source, connected, quieten_layer
+from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording.graph.ports import Port
 from bpk.recording.record import Record
@@ -100,6 +100,23 @@ class Step(Progress):
     def source(self) -> Source | None:
         """The stretch, if this is one."""
         return self.call.source if isinstance(self.call, StretchCall) else None
+
+    @property
+    def behind_parameters(self) -> list[int]:
+        """The inputs that functions compute from parameters."""
+        return [index for index, link in self.links.items() if link.producer.consumer is self and link.producer.params]
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """Where the results of a recorded call are in autograd's graph."""
+        return [gradient_edge((self.node, nr)) for nr in self.record.places]
+
+    def gradient_of(self, found: Iterator[Tensor | None]) -> Tensor | None:
+        """What has come to its `edges`, as the rule sees it."""
+        grads: list[Tensor | None] = [None] * (1 + max(self.record.places))
+        for nr in self.record.places:
+            grads[nr] = next(found)
+        return self.record.gradient(tuple(grads))
 
     @property
     def is_layer(self) -> bool:

@@ -8,7 +8,7 @@ call behind it by the call's rule. Extensions that ask for equal sweeps share on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -114,12 +114,13 @@ class Player(Sweep, ABC):
         """Pass one call: hand what has arrived there to its parameters, and send it on to what feeds the call."""
 
     def note(
-        self, uses: UsesById, step: Step, view: Call, rule: Rule, arrived: Any, names: Iterable[str] | None = None
+        self, uses: UsesById, step: Step, view: Call, rule: Rule, arrived: Any, names: Mapping[str, str] | None = None
     ) -> None:
-        """Note what has come to parameters of a call (to all of them, if no names are given)."""
+        """Note what has come to parameters of a call: all of them, or these (`names` in the view, and in the step)."""
         rows, origin = step.samples_of_rows, (step.record, step.consumer and step.index)
         for name in step.params if names is None else names:
-            uses.setdefault(id(step.params[name]), []).append(Use(view, rule, name, arrived, rows, origin))
+            param = step.params[name if names is None else names[name]]
+            uses.setdefault(id(param), []).append(Use(view, rule, name, arrived, rows, origin))
 
     def settle_last(self, uses: UsesById, step: Step) -> None:
         """Parameters whose last use a call is have got all that comes with what has been noted."""

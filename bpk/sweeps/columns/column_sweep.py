@@ -14,6 +14,7 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
+from bpk.sweeps.columns.brought import Brought
 from bpk.sweeps.columns.closed_form import settle_last_layer
 from bpk.sweeps.columns.deposits import Deposits
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, StartingColumns, as_lazy
@@ -48,6 +49,7 @@ class ColumnSweep(Player):
         self.run = Run(self)
         plain = self.module_extensions is None and not torch.is_grad_enabled()
         self.deposits = Deposits(Merging(self.plan, self.at_most)) if self.merges and plain else None
+        self.may_be_brought = plain and not self.merges and self.samples is None
 
     def end(self) -> None:
         self.__dict__.pop("run", None)
@@ -83,6 +85,7 @@ class ColumnSweep(Player):
     def start(self, step: Step, starting: Iterable[StartingColumns]) -> None:
         """Let columns begin at a call, behind those that pass it."""
         left = sum([lazy.count for lazy in starting])
+        alone = left == 1 and step.is_loss and self.may_be_brought
         self.make_room(step.number, left, step)
         self.run.visit(step, last=False)
         for lazy in starting:
@@ -92,7 +95,7 @@ class ColumnSweep(Player):
                     self.settle_last(self.run.uses, step)
                     self.make_room(step.number + 1, left, step)
                 left -= count
-                self.run.start(step, (lazy.name, self.plan.key, step.number, number), chunk)
+                self.run.start(step, (lazy.name, self.plan.key, step.number, number), chunk, alone)
 
     def no_entries(self, loss: Step) -> list[StartingColumns]:
         """A column of zeros, where predictions have no entries: what is behind the loss is to know of it."""
@@ -126,6 +129,11 @@ class ColumnSweep(Player):
         return self.at_most is not None and count > self.at_most
 
     @property
+    def room_for_one(self) -> int:
+        """How many numbers a column may have at all calls together."""
+        return PIECE if self.at_most is None else min(PIECE, self.at_most * self.plan.largest)
+
+    @property
     def chunk(self) -> int:
         """How many columns are made at a time: no block may outgrow what memory hands out quickly."""
         on_processor = self.plan.steps[0].call.output.device.type == "cpu"
@@ -134,25 +142,31 @@ class ColumnSweep(Player):
 
 
 class Run:
-    """Columns that pass the calls of a plan together: what waits at each call, and what has come to parameters."""
+    """Columns that pass the calls of a plan together: what waits at each call, and what has come to parameters.
+
+    A single one may be `brought` to all calls at once, except through functions of parameters.
+    """
 
     def __init__(self, sweep: ColumnSweep) -> None:
         self.sweep = sweep
         self.waiting: dict[Step, Columns] = {}
         self.uses: UsesById = {}
         self.count = 0
+        self.brought: Brought | None = None
 
-    def start(self, step: Step, key: Hashable, chunk: Chunk) -> None:
-        """Columns begin at a call."""
+    def start(self, step: Step, key: Hashable, chunk: Chunk, alone: bool = False) -> None:
+        """Columns begin at a call; it may be the only one that will, `alone`."""
         mats, signs = chunk
         if signs is not None and not bool((signs != 1).any()):
             signs = None
+        if alone and signs is None:
+            self.brought = Brought.begin(self.sweep.plan, self.sweep.room_for_one, step, key, mats)
         for wrt, mat in mats.items():
             if isinstance(wrt, str):
                 sweep, own = self.sweep, Columns()
                 own.add_to_parameter(wrt, key, mat, signs)
-                sweep.note(self.uses, step, step.view(sweep.samples), step.rule_at(sweep.samples), own, [wrt])
-            else:
+                sweep.note(self.uses, step, step.view(sweep.samples), step.rule_at(sweep.samples), own, {wrt: wrt})
+            elif self.brought is None or wrt in step.behind_parameters:
                 self.send(step.links[wrt], key, mat, signs)
         self.sweep.rounds += not self.count
         count = next(iter(mats.values())).shape[0]
@@ -190,6 +204,8 @@ class Run:
         """
         columns = self.waiting.pop(step, None)
         if columns is None:
+            if self.brought is not None:
+                self.take(step, self.brought)
             return
         step.reached = True
         for key, mat in columns.blocks.items():
@@ -213,10 +229,19 @@ class Run:
         if not rule.inputs_first:
             self.send_on(step, view, rule, going)
 
+    def take(self, step: Step, brought: Brought) -> None:
+        """A call gets what autograd has brought, and functions of parameters in front of it their share of that."""
+        step.reached = True
+        for share in brought.at(step):
+            self.sweep.note(self.uses, step, share.call, share.rule, share.columns, share.names)
+            for key, mat in share.columns.blocks.items():
+                for index in step.behind_parameters if share.call is step.call else ():
+                    self.send(step.links[index], key, share.rule.jac_t_mat_prod(share.call, mat, index), None)
+
     def send_on(self, step: Step, view: Call, rule: Rule, columns: Columns) -> None:
         """Send columns to the inputs of a call, by its rule; a block is let go of when it has passed."""
         only = len(step.links) == 1
-        for key in list(columns.blocks) if step.links else ():
+        for key in list(columns.blocks) if step.links and self.brought is None else ():
             mat, signs = columns.blocks.pop(key), columns.signs[key]
             if rule is STRETCH:  # all inputs at once
                 for index, part in STRETCH.jac_t_mat_prods(view, mat).items():

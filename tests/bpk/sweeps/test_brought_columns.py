@@ -1,0 +1,158 @@
+"""A single column of a loss is brought to all calls by autograd, where it is small: the same as rules would carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import bpk
+from bpk import extensions as E
+from bpk.sweeps.columns import brought
+
+N, T, D = 4, 3, 6
+QUANTITIES = {
+    "diagonal": lambda: E.DiagGGNMC(),
+    "of samples": lambda: E.BatchDiagGGNMC(),
+    "root": lambda: E.SqrtGGNMC(),
+    "factors": lambda: E.KFAC(),
+    "expanded factors": lambda: E.KFAC(approximation="expand"),
+}
+
+
+class Block(nn.Module):
+    """Attention as a layer, beside the identity; a position embedding, and a table that functions compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.norm, self.last = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, 3)
+        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.position, self.scale = nn.Parameter(torch.rand(T, D)), nn.Parameter(torch.rand(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x) + self.position
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return self.last((x * self.scale.tanh()).mean(1))
+
+
+class Tied(nn.Module):
+    """One layer twice, and time in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.transpose(0, 1)).tanh()
+        return self.last(self.first(h).relu().sum(0))
+
+
+class Direct(nn.Module):
+    """Functions of parameters between the last layer and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(D, 3), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mean(1)) * self.scale
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"block": Block, "tied": Tied, "direct": Direct}
+
+
+def fields(model: nn.Module, x: Tensor, extension: E.BackpropExtension, **options: object) -> dict[str, list[Tensor]]:
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    torch.manual_seed(1)
+    with bpk.backpack(extension, **options):
+        loss_fn(model(x), torch.arange(len(x)) % 3).backward()
+    found = {name: getattr(p, extension.savefield) for name, p in model.named_parameters()}
+    return {name: value if isinstance(value, list) else [value] for name, value in found.items()}
+
+
+class Counted:
+    """How often autograd has brought a column."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, begin = 0, brought.Brought.begin
+
+        def counting(*args: object) -> brought.Brought | None:
+            found = begin(*args)  # type: ignore[arg-type]
+            self.count += found is not None
+            return found
+
+        monkeypatch.setattr(brought.Brought, "begin", counting)
+
+
+def model_of(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return bpk.extend(MODELS[name]().double()), torch.rand(N, T, D, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:.*generic way")
+def test_the_same_as_by_rules(name: str, quantity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = model_of(name)
+    counted = Counted(monkeypatch)
+    found = fields(model, x, QUANTITIES[quantity]())
+    assert counted.count == 1
+    monkeypatch.setattr(brought, "places_of", lambda *args: None)
+    by_rules = fields(model, x, QUANTITIES[quantity]())
+    assert counted.count == 1
+    for key, values in by_rules.items():
+        for value, other in zip(values, found[key], strict=True):
+            torch.testing.assert_close(other, value)
+
+
+class Checkpointed(nn.Module):
+    """A layer that is computed once more in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.first, x.mean(1), use_reentrant=False)
+        return self.last(h.relu())
+
+
+class Steps(nn.Module):
+    """A recurrent layer, whose rule pulls columns through all steps once for inputs and parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.RNN(D, D, batch_first=True), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)[0][:, -1])
+
+
+OTHERS: dict[str, tuple[type[nn.Module], Callable[[], E.BackpropExtension], dict[str, object]]] = {
+    "several columns": (Tied, lambda: E.DiagGGNMC(mc_samples=2), {}),
+    "some samples": (Tied, lambda: E.DiagGGNMC(subsampling=[1, 2]), {}),
+    "no memory": (Tied, E.DiagGGNMC, {"memory": 1}),
+    "computed again": (Checkpointed, E.DiagGGNMC, {}),
+    "steps": (Steps, E.DiagGGNMC, {}),
+    "signs": (Tied, E.DiagHessian, {}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.filterwarnings("ignore:.*memory")
+def test_rules_carry_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, extension, options = OTHERS[name]
+    counted = Counted(monkeypatch)
+    fields(bpk.extend(build()), torch.rand(N, T, D), extension(), **options)
+    assert not counted.count
+
+
+@pytest.mark.filterwarnings("ignore:.*half precision")
+def test_rules_carry_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    fields(bpk.extend(Tied().bfloat16()), torch.rand(N, T, D).bfloat16(), E.DiagGGNMC())
+    assert not counted.count
