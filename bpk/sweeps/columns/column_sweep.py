@@ -161,6 +161,7 @@ class Run:
             signs = None
         if alone and signs is None:
             self.brought = Brought.begin(self.sweep.plan, self.sweep.room_for_one, step, key, mats)
+            self.waiting |= {} if self.brought is None else self.brought.columns
         for wrt, mat in mats.items():
             if isinstance(wrt, str):
                 sweep, own = self.sweep, Columns()
@@ -202,10 +203,9 @@ class Run:
         If no others begin at this call (these are the `last`), its parameters are settled first: then each block can be
         freed when it has passed, and columns of two calls never exist at the same time.
         """
+        names = None if self.brought is None else self.look_inside(step, self.brought)
         columns = self.waiting.pop(step, None)
         if columns is None:
-            if self.brought is not None:
-                self.take(step, self.brought)
             return
         step.reached = True
         for key, mat in columns.blocks.items():
@@ -222,35 +222,34 @@ class Run:
         if rule.inputs_first:
             self.send_on(step, view, rule, going)
         if step.params:
-            sweep.note(self.uses, step, view, rule, columns)
+            sweep.note(self.uses, step, view, rule, columns, names)
             if last:
                 sweep.settle_last(self.uses, step)
         del columns
         if not rule.inputs_first:
             self.send_on(step, view, rule, going)
 
-    def take(self, step: Step, brought: Brought) -> None:
-        """A call gets what autograd has brought, and functions of parameters in front of it their share of that."""
+    def look_inside(self, step: Step, brought: Brought) -> dict[str, str] | None:
+        """Note what autograd has brought to products inside of a call; returns the parameters left (`None`: all)."""
         step.reached = True
-        for share in brought.at(step):
-            self.sweep.note(self.uses, step, share.call, share.rule, share.columns, share.names)
-            for key, mat in share.columns.blocks.items():
-                for index in step.behind_parameters if share.call is step.call else ():
-                    self.send(step.links[index], key, share.rule.jac_t_mat_prod(share.call, mat, index), None)
+        for product, columns in brought.inside.get(step, ()):
+            self.sweep.note(self.uses, step, product.call, product.rule, columns, product.names)
+        return brought.left.get(step)
 
     def send_on(self, step: Step, view: Call, rule: Rule, columns: Columns) -> None:
         """Send columns to the inputs of a call, by its rule; a block is let go of when it has passed."""
-        only = len(step.links) == 1
-        for key in list(columns.blocks) if step.links and self.brought is None else ():
+        links = step.links if self.brought is None else {k: step.links[k] for k in step.behind_parameters}
+        only = len(links) == 1
+        for key in list(columns.blocks) if links else ():
             mat, signs = columns.blocks.pop(key), columns.signs[key]
             if rule is STRETCH:  # all inputs at once
                 for index, part in STRETCH.jac_t_mat_prods(view, mat).items():
-                    self.send(step.links[index], key, part, signs)
+                    self.send(links[index], key, part, signs)
                 continue
             free = only and key in columns.unshared and not step.params
             flat = mat.view(-1) if free and mat.is_contiguous() else None
             mat = mat if flat is None else flat.view(mat.shape)  # the strides of axes with one entry may be any
-            for index, link in step.links.items():
+            for index, link in links.items():
                 view.spares = None if flat is None else [flat]
                 sent = rule.jac_t_mat_prod(view, mat, index)
                 view.spares = None
