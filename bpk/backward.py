@@ -14,8 +14,9 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -33,7 +34,7 @@ from bpk.plan.objective import require_scaled
 from bpk.plan.overwritten import require_result
 from bpk.recording import engine
 from bpk.recording.context.opened import Pass, Settings
-from bpk.recording.context.state import CTX
+from bpk.recording.context.state import CTX, Quietly
 from bpk.recording.context.surroundings import require_whole
 from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.membership import around
@@ -66,7 +67,8 @@ class Backward:
         )
         self.observing = Observing(self.sweeps, self.inspection, self.parameters, module_extensions)
         self.kept: list[Record] = []
-        self.idle: set[Record] = set()  # calls at which there is nothing to do but to let go of tensors
+        self.foreseen: dict[Record, Mapping[str, Tensor]] = {}  # see `look_ahead`
+        self.quiet: dict[torch.device, Quietly] = {}
         self.closed = False
         self.sharded: Sharded | None = None
         self.reached: dict[nn.Module, None] = {}  # the layers that take part
@@ -77,7 +79,8 @@ class Backward:
     # ---- life cycle ------------------------------------------------------------------------------
     def visit(self, record: Record, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """Work on one call; if anything fails, leave nothing half-done behind."""
-        if record in self.idle:
+        params = self.foreseen.get(record)
+        if params is not None and not params:
             self.reached[record.module] = None
             record.release()
             return None
@@ -87,8 +90,16 @@ class Backward:
         try:
             grad = record.gradient(grads)
             assert grad is not None
-            with CTX.quietly(device=grad.device):
-                known = self.work_on(record, grad)
+            quiet = self.quiet.get(grad.device)
+            if quiet is None:  # autocast is the same at all calls: the engine sees to that
+                quiet = self.quiet[grad.device] = CTX.quietly(device=grad.device)
+            with quiet:
+                if params is None or record.released:
+                    known = self.work_on(record, grad)
+                else:
+                    self.reached[record.module] = None
+                    known = self.observing.reach_foreseen(record, grad, params)
+                    record.release()
         except BaseException:
             self.abort()
             raise
@@ -108,9 +119,9 @@ class Backward:
             require_whole("", *containers)
             self.inspection.require_fields(wholes, self.parameters.states)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
-                self.parameters.remove_stale(wholes)
+                self.parameters.fields.remove_stale(wholes, self.parameters.states)
             if self.hooks.hook is not None:
-                self.hooks.leave_holders_for_last(wholes, {id(param) for param, _ in self.parameters.saved})
+                self.hooks.leave_holders_for_last(wholes, {key for key, _ in self.parameters.fields.saved})
             for listener in self.listeners:
                 listener.end(self.noted)
             self.hooks.run_last()
@@ -132,7 +143,7 @@ class Backward:
             aimed_at.update(map(id, record.params.values()))
             record.close()  # the engine may keep a part of the graph until its next pass
             self.reached[record.module] = None
-        self.parameters.discard(around(self.reached)[1], aimed_at)
+        self.parameters.fields.discard(around(self.reached)[1], aimed_at | self.parameters.states.keys())
         self.clear()
 
     def clear(self) -> None:
@@ -145,7 +156,7 @@ class Backward:
         self.sweeps.clear()
         self.at_losses.clear()
         self.hooks.clear()
-        self.kept, self.idle, self.reached, self.sharded, CTX.no_loss = [], set(), {}, None, ""
+        self.kept, self.foreseen, self.reached, self.sharded, CTX.no_loss = [], {}, {}, None, ""
         self.closed = True  # now: what interrupts this finds it open
 
     # ---- one call --------------------------------------------------------------------------------
@@ -166,12 +177,16 @@ class Backward:
         planned = self.at_losses.reach(record, grad) if self.sweeps.second_order else None
         known = self.observing.reach(record, grad, planned)
         self.finish_call(record)
-        if is_new or record.is_loss:
-            self.find_idle()
+        if is_new or (record.is_loss and self.sweeps.second_order):
+            self.look_ahead()
         return known
 
-    def find_idle(self) -> None:
-        """Look for calls at which nobody has anything to do any more when autograd comes to them."""
+    def look_ahead(self) -> None:
+        """Look for calls at which all is foreseen that is to be done when autograd comes to them.
+
+        It is nothing, or what observers do with these parameters of the call, and then to let go of tensors.
+        """
+        self.foreseen = {}
         asked = self.hooks.hook is not None or self.context.debug or self.context.retain_graph or engine.keeps_graph()
         if asked or self.sweeps.with_module_extensions or self.at_losses.to_come:
             return
@@ -179,10 +194,10 @@ class Backward:
             for record in above:
                 if record.released:  # autograd was there, and may have freed the graph
                     continue
-                passed = not self.sweeps.second_order or record in self.at_losses.touched
-                usual = record.rule is not None and record.recomputed is None and not record.is_loss
-                if passed and usual and (not self.sweeps.observers or self.observing.is_idle_at(record)):
-                    self.idle.add(record)
+                if not self.sweeps.second_order or record in self.at_losses.touched:
+                    params = self.observing.foresee(record)
+                    if params is not None:
+                        self.foreseen[record] = params
 
     def inspect(self, root: Record, node: Node) -> None:
         """Look at everything behind all losses, and behind the last call."""

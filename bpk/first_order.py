@@ -39,9 +39,12 @@ class FirstOrder:
 
     def reach(self, record: Record, brought: Tensor, states: States, sweeps: Sweeps) -> Call | None:
         """Show a call, or the products inside of it; returns the call that was asked for sums (`ask_for_sums`)."""
+        assert record.rule is not None
+        if not record.rule.inside or torch.is_grad_enabled():
+            return self.reach_whole(record, brought, states, sweeps)
         asked = None
         grad, call = matched(brought, record.call())
-        for inner in [] if torch.is_grad_enabled() else inner_products(record, call, engine.current_node()):
+        for inner in inner_products(record, call, engine.current_node()):
             own = {name: states[whole] for name, whole in inner.names.items()}
             states = {name: state for name, state in states.items() if state not in own.values()}
             if inner.is_output:
@@ -51,14 +54,19 @@ class FirstOrder:
             else:
                 reached = partial(self.reach_inside, record, inner, own, sweeps)
                 expect_use(self.parameters, inner.node, own.values(), reached)
-        if not states:
-            return asked
-        rule, whole = record.rule, None
+        return (self.reach_whole(record, brought, states, sweeps) if states else None) or asked
+
+    def reach_whole(
+        self, record: Record, brought: Tensor, states: States, sweeps: Sweeps, alone: bool = False
+    ) -> Call | None:
+        """The same without products inside; no other call has or will use these parameters, if it `alone` does."""
+        grad, call = matched(brought, record.call())
+        rule, asked = record.rule, None
         assert rule is not None
         if record.sees_gradient:
-            whole = ask_for_sums(self.parameters, call, rule, states, brought, record)
-        self.show(record, whole or call, with_rows(rule, call), states, grad, sweeps)
-        return whole or asked
+            asked = ask_for_sums(self.parameters, call, rule, states, brought, record)
+        self.show(record, asked or call, with_rows(rule, call), states, grad, sweeps, alone)
+        return asked
 
     def reach_inside(
         self, record: Record, inner: InnerProduct, states: States, sweeps: Sweeps, grad: Tensor
@@ -69,8 +77,18 @@ class FirstOrder:
         self.parameters.finish_unshared(states.values())
         return None if asked is None else with_sums(asked, grad)
 
-    def show(self, record: Record, call: Call, rule: Rule, states: States, grad: Tensor, sweeps: Sweeps) -> None:
-        """Hand the gradient at the output of a call to its parameters, for each sweep."""
+    def show(
+        self,
+        record: Record,
+        call: Call,
+        rule: Rule,
+        states: States,
+        grad: Tensor,
+        sweeps: Sweeps,
+        alone: bool = False,
+    ) -> None:
+        """Hand the gradient at the output of a call to its parameters, which it `alone` uses or not, for each sweep."""
+        take = self.parameters.conclude if alone else self.parameters.collect
         rows, n = self.attribution.of(record)
         if call.drawn is not None:
             with connected(record, call, engine.current_node()):
@@ -81,4 +99,4 @@ class FirstOrder:
                 seen = call.subset(sweep.samples)
                 seen_by = with_rows(rule, seen)
             for name, state in states.items():
-                self.parameters.collect(state, key, Use(seen, seen_by, name, column, rows), n)
+                take(state, key, Use(seen, seen_by, name, column, rows), n)

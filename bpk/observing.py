@@ -43,16 +43,35 @@ class Observing:
         self.first_order = FirstOrder(parameters, inspection.attribution)
         self.broadcast = BroadcastParameters(inspection, parameters)
 
-    def is_idle_at(self, record: Record) -> bool:
-        """Whether no observer looks at a call: neither it has parameters, nor functions in front of it."""
-        if len(self.sweeps.observers) > len(self.first) or record.trained():
-            return False
-        return not [source for source in self.inspection.sources[record].values() if source.trained]
+    def foresee(self, record: Record) -> Mapping[str, Tensor] | None:
+        """The parameters to which observers take the gradient of a call, if that is all that is to be done there.
+
+        No other call uses these. `None`: there is more, or it is not known.
+        """
+        rule, observers = record.rule, self.sweeps.observers
+        if rule is None or record.is_loss or record.recomputed is not None:
+            return None
+        if not observers:
+            return {}
+        if len(observers) > len(self.first) or any(s.trained for s in self.inspection.sources[record].values()):
+            return None
+        params = record.trained()
+        if params and (rule.inside or isinstance(record.module, Plain) or not self.parameters.are_of(record, params)):
+            return None
+        return params
+
+    def reach_foreseen(self, record: Record, grad: Tensor, params: Mapping[str, Tensor]) -> KnownGradient | None:
+        """Autograd is at a call at which that is so."""
+        states = {name: self.parameters.state_of(p, record.module) for name, p in params.items()}
+        waits = self.parameters.wants_gradients
+        asked = self.first_order.reach_whole(record, grad, states, self.first, alone=not waits)
+        if waits:
+            self.finish(record, states, asked)
+        return None if asked is None else with_sums(asked, grad)
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> KnownGradient | None:
         """Autograd is at a call; in second order, it is `planned`. Returns what the node is given in place of it."""
         trained = record.trained() if planned is None else planned.params
-        function = isinstance(record.module, Plain)  # functions behind another loss may use its parameters, too
         observers, first = self.sweeps.observers, self.first
         written = self.run_module_extensions(record, grad) if self.module_extensions else ()
         if written:
@@ -69,19 +88,24 @@ class Observing:
             return None
         if not trained and len(observers) == len(first):
             return None
-        states = {name: self.parameters.state_of(p, None if function else record.module) for name, p in trained.items()}
+        module = None if isinstance(record.module, Plain) else record.module
+        states = {name: self.parameters.state_of(p, module) for name, p in trained.items()}
         asked: Call | None = None
         if first and not record.is_loss:
             asked = self.first_order.reach(record, grad, states, first)
         for key, sweep in observers.items():
             if isinstance(sweep, Tape) and planned is not None:
                 self.reach_in_plan(key, sweep, planned, states)
+        self.finish(record, states, asked)
+        return None if asked is None else with_sums(asked, grad)
+
+    def finish(self, record: Record, states: dict[str, ParameterState], asked: Call | None) -> None:
+        """All observers have seen a call, or one in its place that was `asked` for sums."""
         if states and self.parameters.wants_gradients:
             awaited = states if asked is None else {name: s for name, s in states.items() if name != "weight"}
             expect_gradients(self.parameters, record, awaited)
-        if not function:
+        if not isinstance(record.module, Plain):  # functions behind another loss may use its parameters, too
             self.parameters.finish_unshared(states.values(), record)
-        return None if asked is None else with_sums(asked, grad)
 
     def require_module_extensions(self, record: Record, only_first: bool) -> None:
         """Refuse a layer without a rule that some extensions know by module extensions, and others do not."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
     """Whether individual gradients of a parameter are summed by one product, without being made."""
     inputs_first: bool = False
     """Whether sending columns to the inputs prepares the squares of parameters."""
+    inside: Mapping[str, str] = MappingProxyType({})
+    """Weights of linear layers inside, whose products autograd may show, each with its bias."""
     is_loss: bool = False
     """Whether it describes a loss rather than a layer."""
     may_mix: bool = False

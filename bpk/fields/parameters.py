@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from bpk.fields.arrived import Use
 from bpk.fields.kept_uses import merged, without_graph
-from bpk.fields.local import Noted, mark
+from bpk.fields.local import Noted
 from bpk.fields.parameter_state import ParameterState as ParameterState
+from bpk.fields.saved import SavedFields
 from bpk.fields.spare_memory import spare_memories
 from bpk.fields.statistics import Uses
 from bpk.fields.totals import Totals
-from bpk.fields.values import Stacked, apart, combined, one_value_only, remove_stale, stack_for, unshared, value_of
+from bpk.fields.values import Stacked, combined, stack_for, unshared, value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
 from bpk.recording.context.state import CTX
@@ -45,8 +46,7 @@ class Parameters:
         self.when_done: Callable[[nn.Module], None] | None = None
         self.adds_up, self.noted = adds_up, noted
         self.states: dict[int, ParameterState] = {}
-        self.saved: list[tuple[Tensor, str]] = []
-        self.claimed: dict[tuple[int, str], str] = {}
+        self.fields = SavedFields(extensions, noted)
         self.handles: list[Any] = []
         self.by_functions: set[int] = set()
         self.calls: dict[int, list[weakref.ref[Record]]] | None = None
@@ -116,7 +116,7 @@ class Parameters:
                 self.evaluate(state, key, Uses(param, batch_size, uses, *self.wants[key]), combining=False)
             for index, value in state.values.items():
                 known = value.whole() if isinstance(value, Stacked) else value
-                self.save(param, self.extensions[index].savefield, known)
+                self.fields.save(param, self.extensions[index].savefield, known, state)
             state.pending, state.values = {}, {}
 
     # ---- from observers ---------------------------------------------------------------------------------
@@ -131,6 +131,31 @@ class Parameters:
             if call is not None and call.open and call is not record:
                 return True
         return id(param) in self.by_functions
+
+    def are_of(self, record: Record, params: Mapping[str, Tensor]) -> bool:
+        """Whether this call alone uses each of its parameters, once: no other was reached, and none is to come."""
+        for p in params.values():
+            state = self.states.get(id(p))
+            if (state is not None and (state.uses or state.done)) or self.is_shared(p, record):
+                return False
+        return len({id(p) for p in params.values()}) == len(params)
+
+    def conclude(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
+        """The only use of a parameter has been reached by an observer: save what comes of it."""
+        uses = Uses(state.param, batch_size, [use], *self.wants[key])
+        for index, extension in self.listening[key]:
+            self.keep(state, index, extension, uses)
+
+    def keep(self, state: ParameterState, index: int, extension: Quantity, uses: Uses) -> None:
+        """Save what an extension makes of all uses of a parameter, or keep these, if it needs those of all."""
+        state.done.add(index)
+        if extension.savefield in state.param.__dict__:
+            uses.spares = spare_memories(state.param.__dict__, extension.savefield)
+        if extension.needs_total:
+            self.totals.keep(index, uses)
+        else:
+            value = value_of(extension, uses, self.adds_up, state.parts)
+            self.fields.save(state.param, extension.savefield, value, state)
 
     def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
         """One more use of a parameter has been reached by an observer."""
@@ -167,14 +192,9 @@ class Parameters:
                 if extension.needs_gradient and state.awaited_gradients > 0 and not final:
                     waiting = True
                     continue
-                state.done.add(index)
-                uses.spares = spare_memories(state.param.__dict__, extension.savefield)
                 if extension.needs_gradient and len(gradients) == len(uses.uses) and extension.subsampling is None:
                     uses.gradient = gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
-                if extension.needs_total:
-                    self.totals.keep(index, uses)
-                else:
-                    self.save(state.param, extension.savefield, value_of(extension, uses, self.adds_up, state.parts))
+                self.keep(state, index, extension, uses)
         if state.uses and not waiting:
             state.uses, state.gradients = {}, []
             if self.when_done is not None:
@@ -189,7 +209,7 @@ class Parameters:
             return
         last = dict.fromkeys(module for key in self.totals.kept for module in self.states[key].modules)
         for param, name, value in self.totals.values():
-            self.save(param, name, value)
+            self.fields.save(param, name, value)
         for module in last:
             if self.when_done is not None:
                 self.when_done(module)
@@ -199,47 +219,11 @@ class Parameters:
         states = self.by_module.get(id(module), ())
         return any(state.uses or state.awaited_uses or id(state.param) in self.totals.kept for state in states)
 
-    # ---- fields ------------------------------------------------------------------------------------
-    def claim(self, param: Tensor, name: str, where: str) -> None:
-        """A module extension is about to say all of a field."""
-        if any(p is param and known == name for p, known in self.saved):
-            raise one_value_only(where, name)
-        self.claimed[id(param), name] = where
-
-    def save(self, param: Tensor, name: str, value: Any) -> None:
-        """Attach a result to its parameter."""
-        claimed = self.claimed.get((id(param), name)) if self.claimed else None
-        if claimed is not None and any(p is param and known == name for p, known in self.saved):
-            raise one_value_only(claimed, name)
-        if isinstance(value, Tensor):
-            value = value if value.dtype is param.dtype else value.to(param.dtype)
-            if value._is_view() and not value.requires_grad:
-                value = value.detach()  # a view would keep its base alive
-        elif type(value) is list and len(self.extensions) > 1:
-            value = apart(value, [vars(param).get(extension.savefield) for extension in self.extensions])
-        setattr(param, name, value)
-        if self.noted is not None:  # other processes
-            mark(param, name, self.noted, self.states.get(id(param)))
-        self.saved.append((param, name))
-
-    def remove_stale(self, models: Iterable[nn.Module]) -> None:
-        """Remove fields of an earlier pass from parameters that this one did not reach, in models that it trains."""
-        remove_stale(models, self.states, {(id(param), name) for param, name in self.saved}, self.extensions)
-
-    def discard(self, models: Iterable[nn.Module], aimed_at: Iterable[int]) -> None:
-        """Remove the fields that this backward pass has saved, and those that it would have overwritten.
-
-        It was `aimed_at` these parameters (by `id`), however far it has come.
-        """
-        for param, name in self.saved:
-            param.__dict__.pop(name, None)
-        self.saved = []
-        remove_stale(models, {*self.states, *aimed_at}, (), self.extensions)
-
     def clear(self) -> None:
         """Let go of everything."""
         for handle in self.handles:
             handle.remove()
         self.totals.clear()
-        self.handles, self.states, self.saved, self.calls, self.by_module, self.claimed = [], {}, [], None, {}, {}
+        self.fields.clear()
+        self.handles, self.states, self.calls, self.by_module = [], {}, None, {}
         self.when_done = None

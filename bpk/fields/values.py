@@ -1,18 +1,16 @@
-"""The value of a field, from all columns at once or from some after the others, and whose parameters may have one."""
+"""The value of a field, from all columns at once or from some after the others."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bpk.fields.sizes import different_sizes, require_same_samples, require_same_size
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.plan.quantity import Quantity
-from bpk.recording.membership import parameters_in
 
 Parts = dict[str, dict[str, Tensor]]
 """By field: what adds up over batches, by name."""
@@ -98,41 +96,3 @@ def unshared(values: Mapping[int, Any], index: int) -> Any:
     here = value.untyped_storage().data_ptr()
     others = (other for number, other in values.items() if number != index and isinstance(other, Tensor))
     return value.clone() if any(other.untyped_storage().data_ptr() == here for other in others) else value
-
-
-def apart(value: list[Any], fields: Iterable[Any]) -> list[Any]:
-    """A list in memory of its own: what stands in other fields, too, is copied (two extensions may share factors)."""
-    known = {id(x) for other in fields if isinstance(other, list) for x in other}
-    return [x.clone() if id(x) in known and isinstance(x, Tensor) else x for x in value]
-
-
-def remove_stale(
-    models: Iterable[nn.Module],
-    reached: Iterable[int],
-    saved: Container[tuple[int, str]],
-    extensions: Sequence[Quantity],
-) -> None:
-    """Remove fields that were not `saved` from models some of whose parameters (by `id`) were reached."""
-    names = [extension.savefield for extension in extensions]
-    for model in models:
-        params = parameters_in(model)
-        for key in reached:
-            if key in params:
-                break
-        else:
-            continue
-        for name in names:
-            for key, p in params.items():
-                if name in p.__dict__ and (key, name) not in saved:
-                    del p.__dict__[name]
-
-
-def one_value_only(where: str, name: str) -> UnsupportedLayer:
-    """The refusal of a second value for a field that a module extension has given."""
-    return UnsupportedLayer(
-        explain(
-            f"A parameter of '{where}' has a module extension for '{name}', and is used more than once.",
-            "a module extension gives the field of one call, and nothing is known of how fields of several add up.",
-            "write a rule (bpk.register) in place of it, or let each call have its own parameter.",
-        )
-    )

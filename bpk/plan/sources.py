@@ -56,6 +56,10 @@ class Sources(dict[Record, dict[int, Source]]):
         """Whether recorded calls, or functions of parameters, wait for what travels through a call."""
         return any(source.targets or source.trained for source in self[record].values())
 
+    def trained(self) -> list[tuple[Record, Source]]:
+        """Where functions use parameters, by the calls that read what they return, as far as was looked."""
+        return [(record, source) for record in self for source in self[record].values() if source.trained]
+
     def producers(self, record: Record) -> list[Record]:
         """The recorded calls that feed a call, as often as they do."""
         return [producer for source in self[record].values() for producer, _ in source.targets]

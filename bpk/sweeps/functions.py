@@ -48,10 +48,10 @@ class BroadcastParameters:
         if self.known == sources.looks:
             return
         self.known, refused = sources.looks, set[int]()
-        for record, source in [(reader, source) for reader in sources for source in sources[reader].values()]:
+        for record, source in sources.trained():
             rows, n = attribution.of(record)
             usual = rows is None and not (attribution.mixed or self.inspection.with_module_extensions)
-            found = broadcast_along_rows(source, n) if usual and source.trained else {}
+            found = broadcast_along_rows(source, n) if usual else {}
             for k, p in enumerate(source.trained):
                 if k not in found or not all(engine.will_run(use.node) for use in found[k]):
                     refused.add(id(p))

@@ -90,9 +90,9 @@ class ModuleExtensions:
         for name in written.params:
             param = getattr(module, name)
             if param is not None and is_trained(param):
-                self.parameters.claim(param, self.extension.savefield, record.path)
+                self.parameters.fields.claim(param, self.extension.savefield, record.path)
                 value = written.extract(name, self.extension, module, g_inp, g_out, quantity)
-                self.parameters.save(param, self.extension.savefield, value)
+                self.parameters.fields.save(param, self.extension.savefield, value)
         return written.backpropagate(self.extension, module, g_inp, g_out, quantity)
 
 

@@ -30,9 +30,6 @@ class LinearInside(SeveralOutputs):
     divides by `N T`; "reduce" averages over positions first.
     """
 
-    inside: dict[str, str] = {}
-    """Weights of linear layers whose products autograd may show, each with its bias."""
-
     @abstractmethod
     def operands(self, call: Call, param: str) -> list[Tensor]:
         """What a weight multiplies, `[N, T, I]` for each of the stacked layers; nothing where it is no weight."""

@@ -7,12 +7,12 @@ are recognised exactly, with the order of their rows; what is not is left to the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.graph import between
@@ -58,9 +58,7 @@ def arranged(matrix: Tensor, n: int, time_first: bool) -> Tensor:
 def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]:
     """The products of linear layers inside of a call, whose output is at the node `here`."""
     rule = record.rule
-    if not isinstance(rule, LinearInside) or not rule.inside or record.recomputed is not None or record.used != [0]:
-        return []
-    if not call.batch_size:
+    if rule is None or not rule.inside or record.recomputed is not None or record.used != [0] or not call.batch_size:
         return []
     found: list[InnerProduct] = []
     start = record.edges[0]
@@ -90,7 +88,7 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
 
 
 def names_in_layer(
-    record: Record, inside: dict[str, str], node: Node, added: Node | None, right: int, read: Counter[Node | None]
+    record: Record, inside: Mapping[str, str], node: Node, added: Node | None, right: int, read: Counter[Node | None]
 ) -> dict[str, str]:
     """What the layer calls the weight and the bias of a product, where these are used there and nowhere else."""
 
