@@ -102,6 +102,31 @@ def test_a_weight_of_a_layer_and_of_functions_behind_two_losses() -> None:
         torch.testing.assert_close(model.layer.weight.grad_batch[n], expected)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_layer_in_front_of_two_heads_without_a_loss(first: int) -> None:
+    """What is behind the second head was not known when autograd came to the first one, and its call of the layer."""
+    layer, *heads = (bpk.extend(nn.Linear(4, 4).double()) for _ in range(3))
+    outputs = [heads[0](layer(X)), heads[1](layer(X.sin()).sin())]
+    with bpk.backpack(E.BatchGrad(), E.SumGradSquared()):
+        torch.autograd.backward([outputs[first], outputs[1 - first]], [torch.ones_like(outputs[0])] * 2)
+    for n in range(len(X)):
+        total = heads[0](layer(X[[n]])).sum() + heads[1](layer(X[[n]].sin()).sin()).sum()
+        (expected,) = torch.autograd.grad(total, layer.weight)
+        torch.testing.assert_close(layer.weight.grad_batch[n], expected)
+    torch.testing.assert_close(layer.weight.sum_grad_squared, layer.weight.grad_batch.square().sum(0))
+
+
+def test_a_layer_that_has_one_parameter_twice() -> None:
+    model, loss_fn = nn.Sequential(nn.RNNCell(4, 4), nn.Linear(4, 3)).double(), bpk.extend(nn.CrossEntropyLoss())
+    model[0].weight_ih = model[0].weight_hh
+    bpk.extend(model)
+    with bpk.backpack(E.BatchGrad(), E.SumGradSquared()):
+        loss_fn(model(X), Y).backward()
+    weight = model[0].weight_hh
+    torch.testing.assert_close(weight.grad_batch.sum(0), weight.grad)
+    torch.testing.assert_close(weight.sum_grad_squared, weight.grad_batch.square().sum(0))
+
+
 class FoldedBehind(nn.Module):
     """Functions with a parameter, and rows that are folded, between the last layer and the loss."""
 
