@@ -157,8 +157,8 @@ def keep(x: Tensor) -> tuple[Tensor, Edge]:
     """An alias of `x` that in-place operations cannot move, and the graph edge that leads to `x`."""
     if not x.requires_grad:
         return x.detach(), (None, 0)
-    kept = alias(x)
-    return kept, kept.grad_fn.next_functions[0]
+    kept, node = alias(x), x.grad_fn
+    return kept, kept.grad_fn.next_functions[0] if node is None else (node, x.output_nr)
 
 
 @untraced

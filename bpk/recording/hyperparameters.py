@@ -37,47 +37,63 @@ def is_other(now: Any, known: Any) -> bool:
     return type(now) is not type(known) or not is_setting(now) or now != known
 
 
-def settings_of(module: nn.Module) -> Mapping[str, Any]:
-    """The plain attributes of a module: one dictionary for all calls that find the same.
-
-    A class of torch reads none that was set later. What is in a list may change in place.
-    """
+def hyperparameters_of(module: nn.Module, options: Any) -> Hyperparameters:
+    """Those of a call that was made now: where there are no tensors among them, of all calls that find the same."""
     fields = module.__dict__
     mark: Mark | None = fields.get(MARK)
-    known = None if mark is None else mark.settings
-    if known is not None and all(map(is_, map(fields.get, known), known.values())):
+    known: Hyperparameters | None = None if mark is None else mark.hyperparameters
+    if known is None or not all(map(is_, map(fields.get, known.plain), known.plain.values())):
+        known = Hyperparameters(settings_of(module))
+        if mark is not None:
+            mark.hyperparameters = known if will_tell(module) else None
+    if options is module and not module._buffers:
         return known
+    buffers = {name: (x, stamp(x)) for name, x in module._buffers.items() if x is not None}
+    if options is module:
+        return Hyperparameters(known.plain, buffers)
+    return Hyperparameters(known.plain, buffers, {name: stamp(x) for name, x in tensors_of(options)}, module)
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """The plain attributes of a module."""
     found: dict[str, Any] = {}
-    lasts = not is_users(module)
-    for name, value in fields.items():
+    for name, value in module.__dict__.items():
         kind = type(value)
         if kind in PLAIN:
             found[name] = value
         elif kind in SEQUENCES and is_setting(value):
-            lasts = lasts and kind is tuple
             found[name] = value if kind is tuple else copy.deepcopy(value)
-    if mark is not None:
-        mark.settings = found if lasts else None
     return found
+
+
+def will_tell(module: nn.Module) -> bool:
+    """Whether these attributes of a module are other objects where hyperparameters have changed.
+
+    A class of torch reads none that was set later. What is in a list may change in place.
+    """
+    values = module.__dict__.values()
+    return not (is_users(module) or any(type(value) is list and is_setting(value) for value in values))
 
 
 class Hyperparameters:
     """What a call depends on beside inputs and parameters.
 
     `plain` are the plain attributes of the module, its mode (training or evaluation) among them, `buffers` its buffers
-    with what tells whether they still have their values, and `given` tells so of tensors among the `options`.
+    with what tells whether they still have their values, and `given` tells so of tensors among the options of the call,
+    where these are not the `module` itself.
     """
 
-    buffers: Mapping[str, tuple[Tensor, Stamp]] = MappingProxyType({})
-    given: Mapping[str, Stamp] = MappingProxyType({})
-
-    def __init__(self, module: nn.Module, options: Any) -> None:
+    def __init__(
+        self,
+        plain: Mapping[str, Any],
+        buffers: Mapping[str, tuple[Tensor, Stamp]] = MappingProxyType({}),
+        given: Mapping[str, Stamp] = MappingProxyType({}),
+        module: nn.Module | None = None,
+    ) -> None:
+        self.plain = plain
+        self.buffers = buffers
+        self.given = given
         self.module = module
-        self.plain = settings_of(module)
-        if module._buffers:
-            self.buffers = {name: (x, stamp(x)) for name, x in module._buffers.items() if x is not None}
-        if options is not module:
-            self.given = {name: stamp(x) for name, x in tensors_of(options)}
 
     def as_called(self, options: Any) -> Any:
         """The options as they were; a module shares its parameters with its copy."""
@@ -94,6 +110,7 @@ class Hyperparameters:
 
     def arguments_as_called(self, options: Any) -> Any:
         """The same of options that have tensors among them."""
+        assert self.module is not None
         lost = [(name, x) for name, x in tensors_of(options) if is_changed(x, self.given.get(name))]
         gone = {name: Changed.of(self.module, name, x) for name, x in lost}
         if not isinstance(options, WithArguments):

@@ -23,8 +23,8 @@ class Mark:
     is around a module is looked for there, and not in all models of the process.
     """
 
-    settings: Mapping[str, Any] | None = None
-    """The module's plain attributes as a call has found them (`hyperparameters.py`)."""
+    hyperparameters: Any = None
+    """Those of the module as its last call has found them, if others may find the same (`hyperparameters.py`)."""
 
     def __init__(self, undo: Callable[[nn.Module], None], module: nn.Module | None = None) -> None:
         self.undo = undo

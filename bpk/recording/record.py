@@ -27,7 +27,7 @@ from bpk.recording.context.state import CTX
 from bpk.recording.graph.connections import Connected
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ports import MatrixLayout
-from bpk.recording.hyperparameters import Hyperparameters
+from bpk.recording.hyperparameters import hyperparameters_of
 from bpk.recording.membership import path_of
 
 LIVE: set[weakref.ref[Record]] = set()
@@ -86,7 +86,7 @@ class Record(Connected):
         self.stored: Tensor | None = None
         self.left: Sequence[nn.Module] = ()
         self.open, self.released = True, False
-        self.hyperparameters = Hyperparameters(module, binding.options)
+        self.hyperparameters = hyperparameters_of(module, binding.options)
         self.reads_data, self.reads_piece = False, False
         self.data_axis: int | None = None
         data = CTX.data

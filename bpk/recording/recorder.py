@@ -70,8 +70,9 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
             results[number] = x
     if not tensors:
         return None
-    rule, alone = REGISTRY.find(module), not module.__dict__.get("_bpk_path")
-    if rule is None and alone and results and is_loss(module, output):
+    rule = REGISTRY.find(module)
+    alone = rule is None and not module.__dict__.get("_bpk_path")
+    if alone and results and is_loss(module, output):
         rule = GENERIC_LOSS
     binding = bind(module, rule, args, kwargs)
     if rule is not None and not (rule.params or rule.is_loss or binding.inputs):  # `nn.Identity` takes lists, too

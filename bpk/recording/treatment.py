@@ -35,13 +35,15 @@ def is_of_numbers(binding: Binding, results: Mapping[int, Tensor]) -> bool:
 
 def has_numbers(binding: Binding) -> bool:
     """Whether an input is a number, in the place of samples: the layer acts on a statistic, a parameter, one entry."""
-    return any(not x.dim() and binding.axis(k) is not None for k, x in enumerate(binding.inputs))
+    numbers = [k for k, x in enumerate(binding.inputs) if not x.dim()]
+    return any(binding.axis(k) is not None for k in numbers) if numbers else False
 
 
 def shares(binding: Binding, params: Mapping[str, Tensor] | None) -> bool:
     """Whether a layer without parameters is given a tensor that all samples share, which depends on others."""
-    pairs = ((k, x) for k, x in enumerate(binding.inputs) if x.requires_grad)
-    return params == {} and any(binding.axis(k) is None for k, _ in pairs)
+    if params or params is None or not binding.axes:
+        return False
+    return any(axis is None and x.requires_grad for axis, x in zip(binding.axes, binding.inputs, strict=False))
 
 
 def treatment_of(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Mapping
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -35,28 +35,28 @@ def write_down(
     again = engine.checkpointing()
     if len(results) > 1 and not isinstance(rule, SeveralOutputs) and not binding.problem:
         binding = dataclasses.replace(binding, problem="it has several differentiable outputs.")
-    inputs, edges = connect(binding.inputs, before)
-    returned = at_one_node(results, binding.inputs, before)
+    given = binding.inputs
+    inputs, edges = connect(given, before)
+    returned = at_one_node(results, given, before)
     node = returned[0].grad_fn
     assert node is not None
-    handed = [weakref.ref(x) for x in (*binding.inputs, *returned) if x.requires_grad]
     places: dict[int, int] = {}
     detached: dict[int, Tensor] = {}
     changed: dict[int, Tensor] = {}
-    for new, (number, old) in zip(returned, results.items(), strict=True):
+    for new, number in zip(returned, results, strict=True):
         places[new.output_nr] = number
         detached[number] = new.detach()
-        if new is not old:
-            changed[id(old)] = new
+        if new is not results[number]:
+            changed[id(results[number])] = new
     written = Record(module, rule, binding, inputs, edges, detached, places, again, params)
-    written.handed = handed
+    written.handed = [ref(x) for x in (*given, *returned) if x.requires_grad]
     if before is not None:
         written.drawn = before.drawn
     if rule is not None and (module._modules or len(module._parameters) > len(params)):
         require_names(written, node)
     give(node, written)
     if again is None:
-        written.stored = store_on(module, inputs, next(iter(detached.values())))
+        written.stored = store_on(module, inputs, written.output)
     return changed
 
 
@@ -85,26 +85,17 @@ def at_one_node(results: Mapping[int, Tensor], inputs: tuple[Tensor, ...], befor
         found: tuple[Tensor, ...] = together(*results.values())
         return found
     (out,) = results.values()
-    node = out.grad_fn
-    taken = node is None or OWNER in engine.belongings(node) or type(node) in engine.PASSING_ON
-    if taken or is_given(out, inputs, before):
-        return (out.view_as(out),)  # the layer returned its input (nn.Identity, Dropout in evaluation)
-    if out._is_view() and not shares_memory(out, inputs):
+    node, base = out.grad_fn, out._base
+    if node is None or OWNER in engine.belongings(node) or type(node) in engine.PASSING_ON:
+        return (out.view_as(out),)
+    for x in inputs:
+        if out is x and (before is None or before.kept is None or before.edge[0] is node):  # it is still at this node
+            return (out.view_as(out),)  # the layer returned its input (nn.Identity, Dropout in evaluation)
+        if base is not None and (base is x or base is x._base):
+            base = None
+    if base is not None:
         return (alias(out),)  # no view of something internal, so that it may be changed in place
     return (out,)
-
-
-def is_given(out: Tensor, inputs: tuple[Tensor, ...], before: Before | None) -> bool:
-    """Whether a result is an input of the layer, which is still at the same node."""
-    for x in inputs:
-        if out is x:
-            return before is None or before.kept is None or before.edge[0] is out.grad_fn
-    return False
-
-
-def shares_memory(out: Tensor, inputs: tuple[Tensor, ...]) -> bool:
-    """Whether a view looks at memory that an input looks at, too."""
-    return any(out._base is x or out._base is x._base for x in inputs)
 
 
 def require_names(written: Record, node: Node) -> None:
