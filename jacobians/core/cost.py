@@ -6,7 +6,7 @@ tells how much time these choices lose against the better way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bpk.jacobians.core.numeric import CACHE, go_one_by_one, has_wide_vectors
 
@@ -14,8 +14,7 @@ FEW = 1 << 14
 """Fewer numbers than these in an output are not worth the question what a gradient costs."""
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """`V` columns, `N` samples with `G` groups, weights `[O, I]`, `T` positions; squares for every sample or summed."""
 
     v: int

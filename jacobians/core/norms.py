@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import cost
 from bpk.jacobians.core.gemm import Patches
-from bpk.jacobians.core.numeric import cancel, chunks, products, squares_of_rows, wide
+from bpk.jacobians.core.numeric import at_once, cancel, products, slices, squares_of_rows, wide
 from bpk.jacobians.core.squares import Shown
 
 
@@ -26,9 +26,10 @@ def norm_squared(patches: Patches, m: Tensor, width: int, views: bool = False, s
     saved = 0.0 if shown is None else cost.gradient(size) - cost.adding_up(size)
     by_grams = cost.by_grams(size) < cost.by_rows(size) - saved
     way, held = (norm_by_grams, 2 * t * t) if by_grams else (partial(norm_by_rows, shown=shown), o * width)
-    some = chunks(n, g * (held if views else width * t + held), m.device)
-    found = [way(wide(patches(part)), wide(m[part])) for part in some]
-    return torch.cat(found).to(m.dtype) if found else m.new_zeros(0)
+    step = at_once(g * (held if views else width * t + held), m.device)
+    if n <= step:
+        return way(wide(patches(slice(0, n))), wide(m)).to(m.dtype)
+    return torch.cat([way(wide(patches(part)), wide(m[part])) for part in slices(n, step)]).to(m.dtype)
 
 
 def norm_by_rows(a: Tensor, m: Tensor, shown: Shown = None) -> Tensor:
@@ -36,8 +37,7 @@ def norm_by_rows(a: Tensor, m: Tensor, shown: Shown = None) -> Tensor:
     matrices = products(m.flatten(0, 1), a.flatten(0, 1))
     if shown is not None:
         shown(matrices.view(*m.shape[:2], *matrices.shape[1:]))
-    rows = matrices.view(len(m), -1)
-    return torch.linalg.vecdot(rows, rows)
+    return squares_of_rows(matrices.view(len(m), -1))
 
 
 def norm_by_grams(a: Tensor, m: Tensor) -> Tensor:

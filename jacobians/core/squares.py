@@ -72,8 +72,14 @@ def by_columns(
     shown: Shown = None,
 ) -> Tensor:
     """`squared_sum` from the products with every column."""
-    _, n, g, o, _ = blocks[0].shape
-    if keep and sum(map(len, blocks)) == 1:
+    _, n, g, o, t = blocks[0].shape
+    single = len(blocks) == len(blocks[0]) == 1
+    if single and weights is None and not keep and n * g * o * max(width, t) <= CACHE and o * width < SQUARED_ALONE:
+        rows = products(wide(blocks[0][0]).flatten(0, 1), wide(patches(slice(0, n))).flatten(0, 1)).view(n, g, o, width)
+        if shown is not None:
+            shown(rows)
+        return rows.square_().sum(0).to(blocks[0].dtype)
+    if single and keep:
         only = per_sample(lambda samples: wide(patches(samples)), wide(blocks[0]), width, empty)[0]
         if shown is not None:
             shown(only)

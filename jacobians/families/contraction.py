@@ -104,6 +104,15 @@ class Contraction(Affine):
     def vectors(self, call: Call) -> Tensor | None:
         return call.inputs[0] if self.is_plain and call.output.dim() == 2 else None
 
+    def matrices(self, call: Call, mat: Tensor) -> tuple[Tensor, Tensor] | None:
+        """A single column `[N, O, T]` and its patches `[N, I, T]`, of a linear layer with positions, without a graph.
+
+        These are views of what is there, so that nothing has to be done in parts (`None`: of another layer).
+        """
+        if len(mat) != 1 or not self.is_plain or call.output.dim() < 3 or torch.is_grad_enabled():
+            return None
+        return mat[0].flatten(1, -2).mT, call.inputs[0].flatten(1, -2).mT
+
     def positions(self, call: Call) -> int:
         return call.output.shape[1:-1].numel()
 
@@ -121,6 +130,9 @@ class Contraction(Affine):
         v, n, _, o, _ = columns.shape
         out = call.output.shape
         return columns[:, :, 0].transpose(2, 3).expand(v, n, out[1:-1].numel(), o).reshape(v, n, *out[1:])
+
+    def _over_positions(self, call: Call, mat: Tensor) -> Tensor:
+        return mat.flatten(2, -2).sum(2) if call.output.dim() > 2 else super()._over_positions(call, mat)
 
     def as_matrix(self, call: Call, weight: Tensor) -> Tensor:
         return (weight if self.is_plain else self.matrix(weight)).unsqueeze(-3)
@@ -164,10 +176,15 @@ class Contraction(Affine):
             return self.input_adjoint(call, mat, wrt)
         x = self.vectors(call)
         if x is None:
-            return super().jac_t_mat_prod(call, mat, wrt, sum_batch)
+            pair = None if sum_batch or wrt != "weight" else self.matrices(call, mat)
+            return super().jac_t_mat_prod(call, mat, wrt, sum_batch) if pair is None else self._rows(call, *pair)[None]
         if wrt != "weight":
             return mat.sum(1) if sum_batch else mat.clone()
         return self.weight_adjoint(call, mat) if sum_batch else outer_products(x, mat, call.room)
+
+    def _rows(self, call: Call, column: Tensor, patches: Tensor) -> Tensor:
+        """Rows `[N, O, I]` of a single column from its `matrices`: one product for each sample."""
+        return products(column, patches, call.room((*column.shape[:2], patches.shape[1]), column))
 
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         x, matrix = self.features(call.inputs).flatten(0, -2), self.matrix(mat)
