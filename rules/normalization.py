@@ -19,12 +19,15 @@ from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.example import case
-from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.numeric import is_differentiated, wide
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.normalization import Normalization, trained
 from bpk.jacobians.families.standardize import GroupStatistics, Standardized
 from bpk.jacobians.families.standardize_kernels import ChannelStatistics, FeatureStatistics
 from bpk.jacobians.rule import Rule
+
+KEPT = "statistics"
+"""Under which mean and `1 / std` are kept with a call."""
 
 
 class PerFeature(Normalization):
@@ -44,7 +47,7 @@ class PerFeature(Normalization):
         return tuple(range(1, call.inputs[0].dim() - len(call.options.normalized_shape)))
 
     def _groups(self, call: Call) -> int:
-        return prod(call.output.shape[axis] for axis in self.shared_axes(call))
+        return call.output.shape[1 : 1 + len(self.shared_axes(call))].numel()
 
 
 class LayerNormRule(PerFeature):
@@ -54,8 +57,24 @@ class LayerNormRule(PerFeature):
         shape = options.normalized_shape
         return F.layer_norm(inputs[0], shape, params.get("weight"), params.get("bias"), options.eps)
 
+    captures_for_gradients = True
+
+    def capture(self, call: Call) -> None:
+        """Take the mean and the deviation that autograd kept of the same input, instead of computing them again."""
+        if call.saved is None or is_differentiated():
+            return
+        x, seen = call.inputs[0], call.saved("input", as_it_is=True)
+        if seen is None or not seen.is_set_to(x):  # other axes may be in front there, or another precision
+            return
+        kept = [call.saved(name, as_it_is=True) for name in ("result1", "result2")]
+        groups, dtype = x.shape.numel() // max(1, prod(call.options.normalized_shape)), wide(x[:0]).dtype
+        found = [part.detach() for part in kept if part is not None and part.numel() == groups and part.dtype is dtype]
+        if len(found) == 2:
+            call.memo(KEPT, lambda: found)
+
     def statistics(self, call: Call) -> Standardized:
-        return FeatureStatistics(call.inputs[0], self._groups(call), call.options.eps)
+        known = None if is_differentiated() else call.memo(KEPT, lambda: None)
+        return FeatureStatistics(call.inputs[0], self._groups(call), call.options.eps, known=known)
 
 
 class RMSNormRule(PerFeature):

@@ -138,12 +138,12 @@ def connected(record: Record, call: Call, node: Node, quiet: bool = False) -> It
 
     The layer may have been made `quiet` before (see `quieten_layer`).
     """
-    here = (node, next(nr for nr, number in record.places.items() if number == record.used[0]))
     if not quiet:
         quieten_layer(record, node)
-    leave, enter = record.exit(record.used[0]), record.entrance(0)
 
     def pull(vector: Tensor) -> Tensor:
+        here = (node, next(nr for nr, number in record.places.items() if number == record.used[0]))
+        leave, enter = record.exit(record.used[0]), record.entrance(0)
         at_output = leave.one_to_graph(vector)
         with CTX.quietly(record):
             (pulled,) = pull_back([gradient_edge(here)], [gradient_edge(record.edges[0])], [at_output])

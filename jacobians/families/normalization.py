@@ -95,7 +95,7 @@ class Normalization(Rule):
         if axes and axes[-1] == unit.dim() - 1:  # positions come last
             at = axes[0]
             return torch.linalg.vecdot(mat.flatten(at + 1), unit.flatten(at))
-        if is_differentiated() or mat.device.type != "cpu":
+        if len(mat) == 1 or is_differentiated() or mat.device.type != "cpu":
             return self.gather(call, mat * unit, "weight")
         step = max(1, BLOCK // max(1, unit.numel()))
         parts = [self.gather(call, part * unit, "weight") for part in mat.split(step)]

@@ -304,6 +304,43 @@ def test_second_order_of_samples_is_refused_with_the_reason(extension: Any) -> N
         lossfunc(model(x), y).backward()
 
 
+# ---- what autograd keeps ------------------------------------------------------------------------------
+class Normalised(nn.Module):
+    """A normalisation between two layers, with steps behind the samples or in front of them."""
+
+    def __init__(self, steps_in_front: bool) -> None:
+        super().__init__()
+        self.steps_in_front = steps_in_front
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4, eps=0.1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.steps_in_front else x
+        x = self.last(self.norm(self.first(x)).tanh())
+        return (x.transpose(0, 1) if self.steps_in_front else x).sum(1)
+
+
+@pytest.mark.parametrize("quantity", [E.BatchGrad, E.DiagGGNExact])
+@pytest.mark.parametrize("steps_in_front", [False, True])
+def test_mean_and_deviation_of_the_forward_pass(
+    quantity: Any, steps_in_front: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not computed again, and not taken where they are in another order (with as many steps as samples)."""
+    torch.manual_seed(0)
+    model, x, y = Normalised(steps_in_front).double(), torch.randn(5, 5, 3).double(), torch.randint(2, (5,))
+    with torch.no_grad():
+        for p in model.norm.parameters():
+            p.normal_()
+    computed, layer_norm = list[Tensor](), torch.native_layer_norm
+
+    def told(*args: Any) -> Any:
+        computed.append(args[0])
+        return layer_norm(*args)
+
+    monkeypatch.setattr(torch, "native_layer_norm", told)
+    assert bpk.verify(model, nn.CrossEntropyLoss(), x, y, quantity())
+    assert bool(computed) is steps_in_front
+
+
 # ---- functions in a model that is converted ----------------------------------------------------------
 class Functional(nn.Module):
     """Every function without parameters of its own that the rules of this file serve."""
