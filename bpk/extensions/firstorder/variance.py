@@ -94,11 +94,12 @@ class Variance(GradientExtension):
         n = uses.batch_size
         squares = uses.squared_sum() / n
         total = uses.summed()  # may be known now
-        if cancels(squares.detach(), total.detach(), n):
-            return shifted(uses).to(total.dtype)
         if torch.is_grad_enabled():
-            return (squares - (total / n).square()).clamp(min=0)
-        return squares.addcmul_(total, total, value=-1 / n**2).clamp_(min=0)
+            cancelled = cancels(squares.detach(), total.detach(), n)
+            return shifted(uses).to(total.dtype) if cancelled else (squares - (total / n).square()).clamp(min=0)
+        if cancels(squares, total, n):
+            return shifted(uses).to(total.dtype)
+        return squares.addcmul_(total, total, value=-1 / n**2)  # not negative: much is left
 
     def statistic(self, uses: Uses) -> Parts:
         squares = wide(self.value(uses))  # first: of individual gradients, the sum is known then
