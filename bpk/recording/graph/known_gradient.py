@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_map
 
 from bpk.recording import engine
 from bpk.recording.graph.ownership import TakingAway
@@ -57,12 +56,14 @@ class KnownGradient(Tensor):
                 of_bias = plain.sum([0, *range(2, plain.dim())]) if bias else None  # oneDNN has it with the weight's
                 of_inputs = function(plain, *others, (inputs, False, False))[0] if inputs else None
                 return of_inputs, grad.weight.pop(), of_bias
-        return function(*tree_map(plain_of, args), **tree_map(plain_of, kwargs or {}))
+        return function(*map(plain_of, args), **{name: plain_of(x) for name, x in (kwargs or {}).items()})
 
 
 def plain_of(x: Any) -> Any:
-    """What an argument stands for."""
-    return x.plain if isinstance(x, KnownGradient) else x
+    """What an argument, maybe a list of tensors, stands for."""
+    if isinstance(x, KnownGradient):
+        return x.plain
+    return [plain_of(each) for each in x] if isinstance(x, list) else x
 
 
 def nobody_looks(node: Node) -> bool:
