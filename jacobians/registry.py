@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from bpk.jacobians.core.by_class import ByClass
 from bpk.jacobians.core.collected import Collected
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.core.function_module import Plain
@@ -37,7 +37,7 @@ class Registry(Collected[Rule]):
         announced: Callable[[], Iterable[tuple[str, Iterable[Rule]]]] = tuple,
     ) -> None:
         super().__init__(load, announced)
-        self._found: WeakKeyDictionary[type[nn.Module], tuple[Rule | None, Methods]] = WeakKeyDictionary()
+        self._found = ByClass[tuple[Rule | None, Methods]]()
         self._described: dict[type[nn.Module], Methods] = {}
 
     def find(self, module: nn.Module | type[nn.Module]) -> Rule | None:
@@ -68,8 +68,8 @@ class Registry(Collected[Rule]):
         for base in bases:
             methods = () if issubclass(cls, Plain) else self._described_of(base)
             if methods is not None and has(cls, methods):
-                self._found[cls] = self._owners[base], methods
-                return self._found[cls]
+                found = self._found[cls] = self._owners[base], methods
+                return found
         if not bases:
             self._found[cls] = None, ()
         return None, ()

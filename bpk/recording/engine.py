@@ -36,6 +36,7 @@ ENTRIES = (
     "torch._C._current_graph_task_id",
     "torch._C._disabled_torch_function_impl",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+    "torch._C._is_any_autocast_enabled",
     "torch._C._is_multithreading_enabled",
     "torch._C._set_multithreading_enabled",
     "torch._C._storage_Use_Count",
@@ -113,6 +114,11 @@ multithreaded = torch._C._is_multithreading_enabled
 
 set_multithreaded = torch._C._set_multithreading_enabled
 """Decide that. If it goes: `torch.autograd.set_multithreading_enabled`, which does the same and more."""
+
+
+is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on, for whatever device. If it goes: `torch.is_autocast_enabled` of the device in question, which
+takes longer, as does its name."""
 
 
 def is_compiled() -> bool:

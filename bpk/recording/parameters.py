@@ -7,14 +7,14 @@ more: it may draw random numbers, or count how often it is called.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from bpk.jacobians.core.by_class import ByClass
 from bpk.jacobians.core.errors import RuleError, explain
 from bpk.jacobians.rule import Rule
 
-PLAIN: WeakKeyDictionary[type[nn.Module], dict[tuple[str, ...], bool]] = WeakKeyDictionary()
+PLAIN = ByClass[dict[tuple[str, ...], bool]]()
 """What `finds_registered` has said of classes."""
 
 
@@ -79,10 +79,11 @@ def read_parameters(module: nn.Module, rule: Rule | None) -> dict[str, Tensor] |
     names = tuple(rule.params_of(module))
     if not names:
         return {}
-    known = PLAIN.get(type(module), {}).get(names)
-    plain = finds_registered(type(module), names) if known is None else known
-    plain = plain and module.__dict__.keys().isdisjoint(names)
-    if not plain and any(reads_another(*holder_of(module, name)) for name in names):
+    known = PLAIN.get(type(module)) or {}
+    plain = known[names] if names in known else finds_registered(type(module), names)
+    if not (plain and module.__dict__.keys().isdisjoint(names)) and any(
+        reads_another(*holder_of(module, name)) for name in names
+    ):
         return None
     return named_parameters(module, rule, names)
 
@@ -91,7 +92,7 @@ def finds_registered(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
     """Whether reading these names gives what modules of a class have registered, but for attributes of one."""
     plain = kind.__getattr__ is nn.Module.__getattr__ and kind.__getattribute__ is object.__getattribute__
     found = plain and not any("." in name or hasattr(kind, name) for name in names)
-    PLAIN.setdefault(kind, {})[names] = found
+    PLAIN[kind] = {**(PLAIN.get(kind) or {}), names: found}
     return found
 
 

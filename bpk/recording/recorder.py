@@ -23,7 +23,7 @@ from bpk.recording.graph.ownership import give
 from bpk.recording.membership import MARK, Mark
 from bpk.recording.parameters import read_parameters
 from bpk.recording.record import Record
-from bpk.recording.treatment import StandIn, Treatment, treatment_of
+from bpk.recording.treatment import StandIn, Treatment, are_computed, treatment_of
 from bpk.recording.unrecorded import (
     changed_by_hook,
     comes_late,
@@ -58,6 +58,12 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     mark: Mark | None = module.__dict__.get(MARK)
     if mark is not None and CTX.called is not None:
         mark.be_within(CTX.called)
+    rule = REGISTRY.find(module)
+    if before is None and is_usual(module, rule, args, kwargs, output):
+        assert rule is not None
+        params = read_parameters(module, rule)
+        if params is not None and not are_computed(params):
+            return write_down(module, rule, Binding(module, args), {0: output}, params, None).get(id(output))
     tensors = tensors_in(output)
     if CTX.disabled and engine.checkpointing() is None:
         leave_note(module, tensors)
@@ -70,7 +76,6 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
             results[number] = x
     if not tensors:
         return None
-    rule = REGISTRY.find(module)
     alone = rule is None and not module.__dict__.get("_bpk_path")
     if alone and results and is_loss(module, output):
         rule = GENERIC_LOSS
@@ -96,6 +101,24 @@ def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     inputs = binding.inputs or tensors_in((*args, *kwargs.values()))
     leave_unrecorded(module, inputs, tensors, None if before is None else before.kept, as_given)
     return mark_results(module, output) if treatment is Treatment.PASSAGE else None
+
+
+def is_usual(module: nn.Module, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+    """Whether there is nothing about a call that `treat` would have to decide: most are so, and quickly told.
+
+    A layer that is no loss was given one tensor, and has made another one of it, both of real numbers and with axes.
+    """
+    if rule is None or rule.is_loss or len(args) != 1 or kwargs or type(rule).bind is not Rule.bind:
+        return False
+    (x,) = args
+    if type(x) is not Tensor or type(output) is not Tensor or x is output or not output.requires_grad:
+        return False
+    if not x.dim() or not output.dim() or x.is_complex() or output.is_complex():
+        return False
+    if x.layout is not strided or x.is_nested:
+        return False
+    comes_first = next(iter(module._forward_hooks.values()), None) is record
+    return comes_first and not (CTX.disabled or engine.GLOBAL_FORWARD_HOOKS)
 
 
 def changes_nothing(

@@ -46,6 +46,11 @@ def shares(binding: Binding, params: Mapping[str, Tensor] | None) -> bool:
     return any(axis is None and x.requires_grad for axis, x in zip(binding.axes, binding.inputs, strict=False))
 
 
+def are_computed(params: Mapping[str, Tensor]) -> bool:
+    """Whether functions compute any of these parameters: a parametrisation, a hypernetwork."""
+    return bool([p for p in params.values() if p.requires_grad and not p.is_leaf])
+
+
 def treatment_of(
     module: nn.Module,
     rule: Rule | None,
@@ -60,9 +65,8 @@ def treatment_of(
         return Treatment.LEAVE if params == {} else Treatment.PASSAGE
     if params is None:
         return Treatment.PASSAGE
-    for p in params.values():
-        if p.requires_grad and not p.is_leaf:  # functions compute them: a parametrisation, a hypernetwork
-            return Treatment.PASSAGE
+    if are_computed(params):
+        return Treatment.PASSAGE
     if rule is None or not rule.is_loss:
         for x in (*results.values(), *binding.inputs):
             if x.is_complex():  # rules have products with real numbers; autograd knows what to conjugate

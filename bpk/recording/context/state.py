@@ -160,8 +160,9 @@ class Quietly:
     def __init__(self, context: Context, passing: object | None, device: torch.device | None) -> None:
         self.context = context
         self.passing = passing
-        active = device is not None and torch.is_autocast_enabled(device.type)
-        self.precision = torch.autocast(device.type, enabled=False) if device is not None and active else None
+        self.precision: torch.autocast | None = None
+        if device is not None and engine.is_any_autocast() and torch.is_autocast_enabled(device.type):
+            self.precision = torch.autocast(device.type, enabled=False)
 
     def __enter__(self) -> None:
         context = self.context
