@@ -98,10 +98,10 @@ class Affine(LinearInEach):
         return param != "weight" or self.positions(call) == 1
 
     def sums_pay(self, call: Call, param: str) -> bool:
-        if param != "weight" or call.output.numel() < cost.FEW or call.output.device.type != "cpu":
+        if param != "weight" or call.output.numel() < cost.FEW or not call.output.is_cpu:
             return False  # on other devices it was not measured
-        g, o, i = self._matrix_shape(call)
-        size = cost.Size(1, call.batch_size, g, o, i, self.positions(call))
+        entries = call.params["weight"].numel()  # in all groups: both depend on their number alone
+        size = cost.Size(1, call.batch_size, 1, 1, entries, self.positions(call))
         return cost.gradient(size) > cost.adding_up(size)
 
     def adding_up(self, call: Call) -> squares.Shown:
