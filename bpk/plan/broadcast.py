@@ -46,7 +46,7 @@ class BroadcastRows:
         found = {} if torch.is_grad_enabled() or self.count < 2 else broadcast_parameters(source)
         if source.stretch is None or not found:
             return
-        proven = broadcast_along_rows(source, self.count)
+        proven = broadcast_along_rows(source, self.count, found)
         self.places = {k: [(use, 0) for use in uses] for k, uses in proven.items()}
         rest = {k: uses for k, uses in found.items() if k not in proven}
         if rest:

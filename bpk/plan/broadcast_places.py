@@ -102,10 +102,13 @@ def uses_of(
     return found
 
 
-def broadcast_along_rows(source: Source, n: int) -> dict[int, list[Broadcast]]:
+def broadcast_along_rows(
+    source: Source, n: int, spread: Mapping[int, list[Broadcast]] | None = None
+) -> dict[int, list[Broadcast]]:
     """By number: parameters that are spread where axis 0 of a result holds the `n` rows at the end, by its functions.
 
-    On all ways from the end to there, functions keep axis 0 as it is; no other function uses the parameter.
+    On all ways from the end to there, functions keep axis 0 as it is; no other function uses the parameter. All that
+    are `spread` may be known (see `broadcast_parameters`).
     """
     if source.stretch is None or not source.entrance.plain:
         return {}
@@ -123,7 +126,7 @@ def broadcast_along_rows(source: Source, n: int) -> dict[int, list[Broadcast]]:
             (kept if same else mixed).add(above)
             waiting.append(above)
     found: dict[int, list[Broadcast]] = {}
-    for k, uses in broadcast_parameters(source).items():
+    for k, uses in (broadcast_parameters(source) if spread is None else spread).items():
         if all(use.node in kept - mixed and use.leaves_first_axis for use in uses):
             found[k] = uses
     return found

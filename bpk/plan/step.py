@@ -102,11 +102,6 @@ class Step(Progress):
         return self.call.source if isinstance(self.call, StretchCall) else None
 
     @property
-    def behind_parameters(self) -> list[int]:
-        """The inputs that functions compute from parameters."""
-        return [index for index, link in self.links.items() if link.producer.consumer is self and link.producer.params]
-
-    @property
     def edges(self) -> list[GradientEdge]:
         """Where the results of a recorded call are in autograd's graph."""
         return [gradient_edge((self.node, nr)) for nr in self.record.places]

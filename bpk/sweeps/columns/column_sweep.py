@@ -144,7 +144,7 @@ class ColumnSweep(Player):
 class Run:
     """Columns that pass the calls of a plan together: what waits at each call, and what has come to parameters.
 
-    A single one may be `brought` to all calls at once, except through functions of parameters.
+    A single one may be `brought` to all calls at once.
     """
 
     def __init__(self, sweep: ColumnSweep) -> None:
@@ -167,7 +167,7 @@ class Run:
                 sweep, own = self.sweep, Columns()
                 own.add_to_parameter(wrt, key, mat, signs)
                 sweep.note(self.uses, step, step.view(sweep.samples), step.rule_at(sweep.samples), own, {wrt: wrt})
-            elif self.brought is None or wrt in step.behind_parameters:
+            elif self.brought is None:
                 self.send(step.links[wrt], key, mat, signs)
         self.sweep.rounds += not self.count
         count = next(iter(mats.values())).shape[0]
@@ -238,18 +238,17 @@ class Run:
 
     def send_on(self, step: Step, view: Call, rule: Rule, columns: Columns) -> None:
         """Send columns to the inputs of a call, by its rule; a block is let go of when it has passed."""
-        links = step.links if self.brought is None else {k: step.links[k] for k in step.behind_parameters}
-        only = len(links) == 1
-        for key in list(columns.blocks) if links else ():
+        only = len(step.links) == 1
+        for key in list(columns.blocks) if step.links and self.brought is None else ():
             mat, signs = columns.blocks.pop(key), columns.signs[key]
             if rule is STRETCH:  # all inputs at once
                 for index, part in STRETCH.jac_t_mat_prods(view, mat).items():
-                    self.send(links[index], key, part, signs)
+                    self.send(step.links[index], key, part, signs)
                 continue
             free = only and key in columns.unshared and not step.params
             flat = mat.view(-1) if free and mat.is_contiguous() else None
             mat = mat if flat is None else flat.view(mat.shape)  # the strides of axes with one entry may be any
-            for index, link in links.items():
+            for index, link in step.links.items():
                 view.spares = None if flat is None else [flat]
                 sent = rule.jac_t_mat_prod(view, mat, index)
                 view.spares = None

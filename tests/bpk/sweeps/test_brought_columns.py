@@ -133,6 +133,30 @@ class Steps(nn.Module):
         return self.last(self.first(x)[0][:, -1])
 
 
+class Within(nn.Module):
+    """What one layer reads is computed from parameters, and another one reads a function of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.scale = nn.Parameter(torch.rand(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x.mean(1) * self.scale
+        return self.last(self.first(scaled) * self.second(scaled.sin()))
+
+
+class Given(nn.Module):
+    """A layer reads a parameter as it is, and others, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(D, 3), nn.Parameter(torch.rand(N, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.table) + self.layer(self.table * x.mean(1))
+
+
 OTHERS: dict[str, tuple[type[nn.Module], Callable[[], E.BackpropExtension], dict[str, object]]] = {
     "several columns": (Tied, lambda: E.DiagGGNMC(mc_samples=2), {}),
     "some samples": (Tied, lambda: E.DiagGGNMC(subsampling=[1, 2]), {}),
@@ -140,6 +164,8 @@ OTHERS: dict[str, tuple[type[nn.Module], Callable[[], E.BackpropExtension], dict
     "computed again": (Checkpointed, E.DiagGGNMC, {}),
     "steps": (Steps, E.DiagGGNMC, {}),
     "signs": (Tied, E.DiagHessian, {}),
+    "a function within another one": (Within, E.DiagGGNMC, {}),
+    "a parameter that a layer is given": (Given, E.DiagGGNMC, {}),
 }
 
 
