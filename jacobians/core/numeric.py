@@ -25,6 +25,12 @@ WORTH_ONEDNN = 1 << 20
 ONE_BY_ONE = 2 * WORTH_ONEDNN
 """From how many multiplications on products of a batch go to oneDNN one after the other."""
 
+WORTH_TURNING = 1 << 24
+"""From how many multiplications on oneDNN makes up for what it takes to turn an operand, whose rows have gaps."""
+
+NARROW = 16
+"""With fewer rows than these on the other side, the default library takes several times as long as oneDNN."""
+
 ROUNDINGS = 1024
 """A sum that is less than so many roundings of its terms is not taken from these."""
 
@@ -89,7 +95,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
     Large products in float32 go to oneDNN where it is faster, which torch uses for convolutions alone.
     """
-    if x.numel() * weight.shape[0] < WORTH_ONEDNN or not takes_onednn(x, weight):
+    turned = x.dim() == 2 and x.stride(1) != 1 and len(weight) >= NARROW
+    if x.numel() * len(weight) < (WORTH_TURNING if turned else WORTH_ONEDNN) or not takes_onednn(x, weight):
         return torch.nn.functional.linear(x, weight)
     if not (weight.is_contiguous() or weight.T.is_contiguous()):
         weight = weight.contiguous()  # oneDNN has no fast way for rows with gaps between them

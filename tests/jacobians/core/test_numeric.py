@@ -10,7 +10,7 @@ from bpk.jacobians.core import numeric
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WORTH_ONEDNN", "ONE_BY_ONE", "LARGE"):
+    for name in ("WORTH_ONEDNN", "WORTH_TURNING", "ONE_BY_ONE", "LARGE"):
         monkeypatch.setattr(numeric, name, 0)
     monkeypatch.setattr(numeric, "has_wide_vectors", lambda: True)
 
