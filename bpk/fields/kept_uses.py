@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from bpk.fields.arrived import Averages, ClosedForm, Columns, Use
+from bpk.fields.rows import added_up
 from bpk.fields.statistics import Uses
+from bpk.fields.sums import weighted_sum
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.plan.stretch import StretchCall
+
+
+class KeptRows(Uses):
+    """Rows `[V, N, *p]` by key: all that is kept of the uses of a parameter; what its calls had read is let go."""
+
+    def __init__(self, uses: Uses, blocks: dict[Hashable, Tensor]) -> None:
+        first = uses.uses[0]
+        call = Call(None, (), {first.name: uses.param}, uses.param)
+        arrived = Columns({}, {first.name: blocks}, uses.signs)
+        use = Use(call, first.rule, first.name, arrived, origin=first.origin)
+        super().__init__(uses.param, uses.batch_size, [use], loss_scale=uses.loss_scale)
+        self.blocks_of_rows = blocks
+
+    def norm_squared(self) -> Tensor:
+        rows = as_rows(next(iter(self.blocks_of_rows.values()))[0])
+        return rows.square().sum(1) if torch.is_grad_enabled() else torch.linalg.vector_norm(rows, dim=1).square()
+
+    def summed(self, weights: Tensor | None = None) -> Tensor:
+        if weights is None or len(self.blocks_of_rows) > 1:
+            return super().summed(weights)
+        return weighted_sum(weights, next(iter(self.blocks_of_rows.values()))[0])
+
+
+def lean(uses: Uses) -> Uses:
+    """Uses that are kept until the pass is over: as rows, where these are smaller than what they are made of."""
+    size = 0
+    for use in uses.uses:
+        for x in (*use.arrived.blocks.values(), *use.call.inputs):
+            size += x.numel() if x.is_floating_point() else 0
+    if uses.param.numel() * uses.count > size:
+        kept = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in uses.uses]
+        return Uses(uses.param, uses.batch_size, kept, loss_scale=uses.loss_scale)
+    rows = {key: uses.rows(key) for key in uses.keys}
+    if uses.simple:
+        rows = {key: added_up(uses.uses[0], block) for key, block in rows.items()}
+    return KeptRows(uses, rows)
 
 
 def merged(before: list[Use], uses: list[Use]) -> list[Use]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.arrived import PIECE, Columns, Use
-from bpk.jacobians.core.call import Call, index_of
+from bpk.jacobians.core.call import index_of
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.samples.rows import to_samples
 
@@ -147,20 +147,6 @@ class Rows:
             if arrived.signs:
                 found.append(replace(use, arrived=arrived))
         return type(self)(self.param, self.batch_size, found)
-
-    def lean(self: R) -> R:
-        """The same, to be kept until the pass is over: rows, where they are smaller than what they are made of."""
-        sources = [x for use in self.uses for x in (*use.arrived.blocks.values(), *use.call.inputs)]
-        if self.param.numel() * self.count > sum(x.numel() for x in sources if x.is_floating_point()):
-            uses = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in self.uses]
-            return type(self)(self.param, self.batch_size, uses, loss_scale=self.loss_scale)
-        rows, use = Columns(), self.uses[0]
-        for key in self.keys:
-            block = added_up(use, self.rows(key)) if self.simple else self.rows(key)
-            rows.add_to_parameter(use.name, key, block, self.signs[key])
-        call = Call(None, (), {use.name: self.param}, self.param)  # what it had read is let go
-        uses = [Use(call, use.rule, use.name, rows, origin=use.origin)]
-        return type(self)(self.param, self.batch_size, uses, loss_scale=self.loss_scale)
 
     @once
     def rows(self, key: Hashable) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpk.fields.kept_uses import lean
 from bpk.fields.statistics import Uses
 from bpk.fields.values import value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -28,7 +29,7 @@ class Totals:
 
     def keep(self, index: int, uses: Uses) -> None:
         """A parameter has all its uses: add its share, and keep what the value is made of."""
-        kept, extension = uses.lean(), self.extensions[index]
+        kept, extension = lean(uses), self.extensions[index]
         share, total = extension.share(kept), self.totals.get(index)
         if total is not None and share.shape != total.shape:
             raise UnsupportedLayer(

@@ -52,7 +52,8 @@ def norm_by_grams(a: Tensor, m: Tensor) -> Tensor:
         return found.clamp(min=0)
     traces = [x.diagonal(dim1=1, dim2=2).sum(1).view(len(m), -1) for x in grams]
     terms = torch.linalg.vecdot(*traces)
-    for n in cancel(found, terms).nonzero()[:, 0]:
+    lost = cancel(found, terms)
+    for n in lost.nonzero()[:, 0] if lost.any() else ():
         some = slice(n, n + 1)
         found = found.index_copy(0, n[None], norm_by_rows(a[some], m[some]))
     return found

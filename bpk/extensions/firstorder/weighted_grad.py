@@ -112,7 +112,8 @@ class WeightedGrad(GradientExtension):
         self.over_batches = WeightedByNorm(loss_reduction) if callable(weights) else ONE_BATCH
 
     def share(self, uses: Uses) -> Tensor:
-        return wide(uses.norm_squared()) / uses.loss_scale**2
+        squared = wide(uses.norm_squared())
+        return squared if uses.loss_scale == 1 else squared / uses.loss_scale**2
 
     def of_total(self, total: Tensor, n: int) -> Tensor:
         norms = self.norms_of(total, n)

@@ -104,7 +104,7 @@ class BlockProduct:
         reached: set[int] = set()
         path: list[Passing] = []
         for frame in reversed(self.frames):
-            fed = {i: feed for i, feed in frame.feeds.items() if feed.producer in reached}
+            fed: dict[Wrt, Feed] = {i: feed for i, feed in frame.feeds.items() if feed.producer in reached}
             own = [name for name, identity in frame.params.items() if identity == id(self.param)]
             if fed or own:
                 path.append(Passing(frame, fed, own, isinstance(frame.rule, Loss)))

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import bpk
 from bpk import extensions as E
-from bpk.fields import rows, statistics
+from bpk.fields import rows, statistics, totals
+from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.helpers import backward, data, extended
 
@@ -288,16 +289,16 @@ def test_no_more_is_kept_than_the_sums_need() -> None:
 def test_individual_gradients_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what a layer has read takes less memory; rows where these do."""
     kept: list[int] = []
-    lean = rows.Rows.lean
+    lean = totals.lean
 
-    def spy(self: rows.Rows) -> rows.Rows:
-        found = lean(self)
+    def spy(uses: Uses) -> Uses:
+        found = lean(uses)
         kept.append(
             sum(r.numel() for use in found.uses for own in use.arrived.of_params.values() for r in own.values())
         )
         return found
 
-    monkeypatch.setattr(rows.Rows, "lean", spy)
+    monkeypatch.setattr(totals, "lean", spy)
     model, loss_fn = extended(
         nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(60, 50), nn.Linear(50, 3)).double()
     )
