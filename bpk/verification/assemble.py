@@ -21,9 +21,11 @@ from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, colu
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference, Problem, derivatives
 from bpk.verification.progress import Progress
-from bpk.verification.quantities import Check, Mismatch
+from bpk.verification.quantities import Check, Mismatch, largest
 from bpk.verification.reference import Reference
 from bpk.verification.result import Row, Verdict
+from bpk.verification.rounding import DRAWS as MOVES
+from bpk.verification.rounding import moved
 
 UNKNOWN = "no definition of this quantity is known here"
 SAMPLED = f"mean of {DRAWS * PASSES} draws, within {STANDARD_ERRORS:.0f} standard errors"
@@ -69,7 +71,7 @@ def rows(
     for task in tasks:
         bar.step(f"autograd: {task.extension}")
         table += compare(task, reference, tolerance, effort)
-    return table + watched.wrong(tolerance), watched.compared
+    return table + watched.wrong(tolerance, reference), watched.compared
 
 
 def measure(
@@ -171,9 +173,34 @@ def rows_of(task: Task, reference: Reference, missing: str, tolerance: Tolerance
                 ended[name] = Verdict.WRONG, str(error)
     done = {name: Row(name, quantity, verdict, note=why) for name, (verdict, why) in ended.items()}
     if check is not None:
-        rows = judge(quantity, check, pairs, tolerance, sampled if check.sampled else check.note)
+        note = sampled if check.sampled else check.note
+        rows = judge(quantity, check, pairs, tolerance, note)
+        if any(row.verdict is Verdict.WRONG for row in rows):
+            rows = judge(quantity, check, with_rounding(pairs, rows, check, reference, tolerance), tolerance, note)
         done |= {row.parameter: row for row in rows}
     return [done[name] for name in task.places]
+
+
+def with_rounding(
+    pairs: Sequence[Pair], rows: Sequence[Row], check: Check, reference: Reference, tolerance: Tolerance
+) -> list[Pair]:
+    """The pairs; of those that seem wrong it is measured what rounding may have done there."""
+    wrong = {row.parameter for row in rows if row.verdict is Verdict.WRONG}
+    found: dict[str, list[float]] = {pair.place.name: [] for pair in pairs}
+    for draw in range(MOVES):
+        with moved(reference, draw) as size:
+            for pair in pairs:
+                if pair.place.name in wrong:
+                    try:
+                        with derivatives():
+                            other = check.expected(reference, pair.place, pair.found[0])
+                    except (NoReference, Mismatch):
+                        continue
+                    parts = zip(pair.expected, other, strict=True)
+                    off = [tolerance.absolute / size * largest(a - b) for a, b in parts]
+                    before = found[pair.place.name] or off
+                    found[pair.place.name] = [max(two) for two in zip(before, off, strict=True)]
+    return [replace(pair, rounding=found[pair.place.name]) for pair in pairs]
 
 
 def mixing(model: nn.Module) -> str:

@@ -73,6 +73,8 @@ class Pair:
     found: Sequence[Read]
     expected: Read
     scales: Sequence[float]
+    rounding: Sequence[float] = ()
+    """Of each part: by how much it may be off because it is made of larger numbers, where that is known."""
 
 
 @dataclass
@@ -137,8 +139,9 @@ def row_of(quantity: str, check: Check, pair: Pair, relative: float, floor: floa
         if passes.shape[1:] != expected.shape:
             return Row(name, quantity, Verdict.WRONG, note=f"{check.where(pair.place, k, ())} has another size")
         scale = pair.scales[k]
-        size = max(scale, floor / relative) if relative else scale  # values that are rounding alone are no scale
-        result.add(passes, expected.double(), relative * scale + floor, size, partial(check.where, pair.place, k))
+        least = max(floor, pair.rounding[k] if pair.rounding else 0.0)
+        size = max(scale, least / relative) if relative else scale  # values that are rounding alone are no scale
+        result.add(passes, expected.double(), relative * scale + least, size, partial(check.where, pair.place, k))
     remarks = [
         f"NaN or infinite at {result.skipped} more entries with plain autograd" if result.skipped else "",
         FEWER if any(e.shape != f.shape for e, f in zip(pair.expected, pair.found[0], strict=True)) else "",

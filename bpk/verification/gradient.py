@@ -10,7 +10,9 @@ from torch import Tensor
 
 from bpk.verification.compare import Tolerance
 from bpk.verification.quantities import largest
+from bpk.verification.reference import Reference
 from bpk.verification.result import Row, Verdict
+from bpk.verification.rounding import DRAWS, moved
 
 
 @dataclass
@@ -37,17 +39,33 @@ class Gradients:
             values = f"bpk {float(found.flatten()[at]):.6g}, autograd {float(right.flatten()[at]):.6g}"
             self.worst[quantity, name] = most, f"entry {index}: {values}"
 
-    def wrong(self, tolerance: Tolerance) -> list[Row]:
+    def wrong(self, tolerance: Tolerance, reference: Reference) -> list[Row]:
         """A row for each gradient that is not what it must be."""
         scales = {name: largest(dense(g)) for name, g in self.right.items()}
         floor = tolerance.absolute * max(scales.values(), default=0.0)
+        wrong = {
+            key: found for key, found in self.worst.items() if found[0] > tolerance.relative * scales[key[1]] + floor
+        }
+        rounding = roundings(reference, tolerance) if wrong else {}
         rows = []
-        for (quantity, name), (error, note) in self.worst.items():
+        for (quantity, name), (error, note) in wrong.items():
             scale = scales[name]
-            if error > tolerance.relative * scale + floor:
+            if error > tolerance.relative * scale + max(floor, rounding[name]):
                 size, relative = self.right[name].numel(), error / scale if scale else torch.inf
                 rows.append(Row(name, f".grad with {quantity}", Verdict.WRONG, size, error, relative, note))
         return rows
+
+
+def roundings(reference: Reference, tolerance: Tolerance) -> dict[str, float]:
+    """By how much the gradient of each parameter may be off because it is made of larger numbers."""
+    whole = reference.whole
+    slope = whole.slope.detach()
+    right, found = reference.pulled_back(whole, slope), dict.fromkeys(reference.params, 0.0)
+    for draw in range(DRAWS):
+        with moved(reference, draw) as size:
+            for name, g in reference.pulled_back(whole, slope).items():
+                found[name] = max(found[name], tolerance.absolute / size * largest(g - right[name]))
+    return found
 
 
 def dense(x: Tensor) -> Tensor:

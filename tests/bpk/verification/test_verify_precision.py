@@ -146,3 +146,47 @@ def test_zeros_are_wrong_in_any_format(dtype: torch.dtype, monkeypatch: pytest.M
     right = E.BatchGrad.value
     monkeypatch.setattr(E.BatchGrad, "value", lambda self, uses: 0 * right(self, uses))
     assert len(bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.BatchGrad(), dtype=dtype).wrong) == 6
+
+
+def normalised() -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """A convolution whose gradient the normalisation removes: one millionth of what it is a sum of, and none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.GroupNorm(1, 1, eps=1e-12), nn.Flatten(), nn.Linear(9, 3))
+    return model, nn.CrossEntropyLoss(), torch.randn(3, 1, 3, 3), torch.randint(3, (3,))
+
+
+REMOVED = (*EXACT[:3], E.ClippedGrad(), E.ProjectedGrad(), E.TokenGrad(), E.HMP())
+
+
+def test_what_is_left_of_large_numbers_is_not_wrong() -> None:
+    """Their roundings were compared with the largest gradient of all, which is much smaller than they are."""
+    result = bpk.verify(*normalised(), *REMOVED, raise_on_error=True)
+    assert not result.wrong
+    assert max(row.absolute for row in result.rows) > 1e-13  # they are there
+
+
+@pytest.mark.parametrize(("name", "error"), [("0.bias", 1e-10), ("0.weight", 1e-10), ("1.weight", 1e-6)])
+def test_what_is_left_of_large_numbers_may_be_wrong(name: str, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sums are made of is not what may be wrong in them, and only these sums are made of it."""
+    model, right = normalised(), E.BatchGrad.value
+    shape = dict(model[0].named_parameters())[name].shape
+
+    def wrong(self: E.BatchGrad, uses: Any) -> Tensor:
+        value = right(self, uses)
+        return value + error if value.shape[1:] == shape and value.dim() == len(shape) + 1 else value
+
+    monkeypatch.setattr(E.BatchGrad, "value", wrong)
+    found = bpk.verify(*model, E.BatchGrad()).wrong
+    assert name in {row.parameter for row in found}
+
+
+def test_wrong_gradients_before_a_normalisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = REGISTRY.find(nn.GroupNorm)
+    assert rule is not None
+    right = type(rule).jac_t_mat_prod
+
+    def wrong(*args: Any, **kwargs: Any) -> Tensor:
+        return right(*args, **kwargs) * (1 + 1e-6 * torch.arange(9.0).double().reshape(3, 3))
+
+    monkeypatch.setattr(type(rule), "jac_t_mat_prod", wrong)
+    assert {row.parameter for row in bpk.verify(*normalised(), E.DiagGGNExact()).wrong} >= {"0.weight", "0.bias"}
