@@ -15,6 +15,8 @@ from bpk.context import check_extension
 from bpk.costing.sub_batch import SubBatches, Taken
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.definition import Form
+from bpk.extensions.firstorder.weighted_grad import WeightedGrad
+from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.jacobians.core.tabular import Table, Tabular
 from bpk.verification.problem import Problem, undisturbed
 
@@ -45,6 +47,8 @@ class Cost(Tabular):
     rows: tuple[Estimate, ...]
     batch: int
     measured: tuple[int, ...]
+    whole: tuple[str, ...] = ()
+    """Which quantities were measured with the whole batch, of whose samples they name some."""
 
     @property
     def plain(self) -> Estimate:
@@ -74,7 +78,10 @@ class Cost(Tabular):
             for row in self.rows
         ]
         how = "measured" if self.measured == (self.batch,) else f"from {' and '.join(map(str, self.measured))} of them"
-        return Table(head, rows, [f"Of {self.batch} samples, {how}."], numbers=range(1, 7))
+        notes = [f"Of {self.batch} samples, {how}."]
+        if self.whole and self.measured != (self.batch,):
+            notes.append(f"Of the whole batch, some of whose samples are named: {', '.join(self.whole)}.")
+        return Table(head, rows, notes, numbers=range(1, 7))
 
 
 def cost(
@@ -93,8 +100,9 @@ def cost(
     Passes of `n` and `2 n` of the `N` samples are measured, `n = max(4, N / 8)`, with as many columns at a time as the
     whole batch would send under its limit of memory. What a pass takes is affine in its samples then (quadratic where a
     field has a number for each pair of samples; `4 n` are measured then, too), and the whole batch follows:
-    `t(N) = a + b N`, with `a, b >= 0` through both measurements. Copies of model and loss compute this: neither
-    gradients, fields nor hooks are left on yours, and random generators go on as if nothing had been.
+    `t(N) = a + b N`, with `a, b >= 0` through both measurements. Quantities that name samples of the batch beyond
+    (`subsampling=`, `groups=`, a weight for each) are measured with all of it. Copies of model and loss compute
+    this: neither gradients, fields nor hooks are left on yours, and random generators go on as if nothing had been.
 
     Args:
         model: The model, extended or not, in the mode (training, evaluation) that is meant.
@@ -144,7 +152,16 @@ def cost(
         if len(extensions) > 1:
             asked.append((f"all {len(extensions)}", extensions))
         rows = [estimated(name, batches, some, limits) for name, some in asked]
-    return Cost(tuple(rows), problem.inputs.n, sizes(problem.inputs.n, False))
+    whole = tuple(name for name, some in asked if names_samples(some, sizes(problem.inputs.n, False)[0]))
+    return Cost(tuple(rows), problem.inputs.n, sizes(problem.inputs.n, False), whole)
+
+
+def names_samples(extensions: Sequence[BackpropExtension], count: int) -> bool:
+    """Whether quantities are of given samples of the batch, not all of which are among so many first ones."""
+    groups = [group for e in extensions if isinstance(e, BatchKFLR) for group in e.groups or ()]
+    named = [e.subsampling for e in extensions if e.subsampling is not None]
+    weighted = any(isinstance(e, WeightedGrad) and not callable(e.weights) for e in extensions)
+    return weighted or any(max(some, default=0) >= count for some in (*named, *groups))
 
 
 def sizes(n: int, pairs: bool) -> tuple[int, ...]:
@@ -161,6 +178,8 @@ def estimated(
     n = batches.problem.inputs.n
     pairs = any(e.form in PAIRS for e in extensions)
     few = sizes(n, pairs)
+    if names_samples(extensions, few[0]):
+        few = (n,)
     if extensions and few != (n,):
         limits = {"chunk_size": batches.columns_for(extensions, few[0], **limits), "memory": limits["memory"]}
     taken = batches.measure(extensions, few, **limits)

@@ -32,6 +32,7 @@ from bpk.extensions.over_batches import OverBatches, Rows
 from bpk.jacobians.core.errors import explain
 
 
+@torch.inference_mode(False)  # losses have no graph in that mode
 def accumulate(
     model: nn.Module,
     loss_fn: nn.Module,

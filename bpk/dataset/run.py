@@ -18,7 +18,8 @@ from bpk.dataset.watched import Seen, Watched
 from bpk.distributed.processes import Elsewhere
 from bpk.extensions.over_batches import Parts, Size
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.nested import mapped, tensors_in
+from bpk.jacobians.core.numeric import tracked, wide
 
 DivisorOf = Callable[[Any], float]
 """By what the loss of a batch divides the sum of its terms."""
@@ -95,6 +96,8 @@ class Runner:
         """The passes."""
         if self.device is not None:
             batch = moved(batch, self.device)
+        if any(x.is_inference() for x in tensors_in(batch)):
+            batch = mapped(batch, lambda x: tracked(x) if isinstance(x, Tensor) else x)
         for param in self.params.values():
             param.grad = None
         kind = next(iter(self.params.values())).device.type

@@ -172,13 +172,13 @@ def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def undisturbed(dtype: torch.dtype | None, devices: Sequence[torch.device]) -> Iterator[None]:
-    """Random generators, the default dtype and the gradient mode are afterwards what they were before."""
+    """Random generators, the default dtype, gradient and inference mode are afterwards what they were before."""
     default = torch.get_default_dtype()
     cuda = [device for device in devices if device.type == "cuda"]
     try:
         if dtype is not None:
             torch.set_default_dtype(dtype)  # forward passes that create tensors
-        with torch.random.fork_rng(cuda), torch.enable_grad():
+        with torch.random.fork_rng(cuda), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.set_default_dtype(default)

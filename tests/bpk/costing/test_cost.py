@@ -213,3 +213,16 @@ def test_the_table() -> None:
         "DiagHessian  2.5 s      1250.0        5 GiB  2 KiB    1,034      14",
         "Of 64 samples, from 4 and 8 of them.",
     ]
+
+
+def test_samples_that_are_named_are_in_the_batch() -> None:
+    """They were looked for among the first ones, and `pass indices from 0 to N - 1` was the advice."""
+    x, y = torch.randn(64, 20), torch.randint(5, (64,))
+    some = (E.BatchGrad(subsampling=[0, 60]), E.WeightedGrad(torch.rand(64)), E.BatchKFLR([[0, 1], [2, 40]]))
+    cost = bpk.cost(mlp(), nn.CrossEntropyLoss(), x, y, *some, E.Variance(), E.BatchL2Grad(subsampling=[1]))
+    assert cost.whole == ("BatchGrad", "WeightedGrad", "BatchKFLR", "all 5") and cost.measured == (8, 16)
+    assert str(cost).endswith("Of the whole batch, some of whose samples are named: " + ", ".join(cost.whole) + ".")
+    numbers = sum(p.numel() for p in mlp().parameters())
+    assert 4 * 3 * numbers <= cost["BatchGrad"].kept <= 4.1 * 3 * numbers  # the gradient, and those of two samples
+    with pytest.raises(ValueError, match="sample index 64 is out of range"):
+        bpk.cost(mlp(), nn.CrossEntropyLoss(), x, y, E.BatchGrad(subsampling=[64]))
