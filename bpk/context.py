@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from reprlib import repr
 from types import TracebackType
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.amp import GradScaler
 
 from bpk.backward import Backward
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import counted, explain
 from bpk.recording.context.opened import ExtensionHook, Opened, Pass, Settings
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import require_eager
@@ -118,15 +119,16 @@ class backpack(Settings):
 
 def positive(name: str, number: int | None) -> int | None:
     """A number of at least one, or `None`."""
-    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+    found = counted(number)
+    if number is not None and found is None:
         raise ValueError(
             explain(
-                f"backpack(..., {name}={number!r}) is not a whole number of at least 1.",
+                f"backpack(..., {name}={repr(number)}) is not a whole number of at least 1.",
                 "it limits how many columns, or bytes of columns, exist at a time.",
                 f"pass a whole number, or leave {name} out.",
             )
         )
-    return number
+    return found
 
 
 def check_fields(extensions: Sequence[BackpropExtension]) -> None:
@@ -179,7 +181,7 @@ def check_extension(extension: object) -> None:
         )
     raise ValueError(
         explain(
-            f"backpack(...) got {extension!r}, which is not an extension.",
+            f"backpack(...) got {repr(extension)}, which is not an extension.",
             "it takes instances of the classes in bpk.extensions.",
             "write for example backpack(BatchGrad(), KFAC()); for a list of extensions, backpack(*extensions).",
         )

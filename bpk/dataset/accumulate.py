@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from pathlib import Path
+from reprlib import repr
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from bpk.dataset.watched import Watched
 from bpk.distributed.share import with_new_workers
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import counted, explain
 
 
 @torch.inference_mode(False)  # losses have no graph in that mode
@@ -101,7 +103,9 @@ def accumulate(
     >>> result["weight"]["variance"].shape, [tuple(factor.shape) for factor in result["weight"]["kfac"]]
     (torch.Size([3, 4]), [(3, 3), (4, 4)])
     """
-    check(model, loss_fn, divisor, checkpoint, every, result)
+    check(model, loss_fn, divisor, result)
+    check_options(step, device, autocast, per_sample, callback, timeout)
+    checkpoint, every = checked_file(checkpoint), checked_every(every)
     sums, rows = combinations(extensions, batch_averages)
     sharded = in_shards(model)
     quantities = (*extensions, Total()) if sharded else extensions
@@ -159,14 +163,7 @@ def sink_for(rules: dict[str, Rows], per_sample: bool | str | os.PathLike[str], 
     return InMemory(rules) if isinstance(per_sample, bool) else OnDisk(rules, Path(per_sample))
 
 
-def check(
-    model: object,
-    loss_fn: object,
-    divisor: DivisorOf | str | None,
-    checkpoint: str | os.PathLike[str] | None,
-    every: int,
-    result: str,
-) -> None:
+def check(model: object, loss_fn: object, divisor: DivisorOf | str | None, result: str) -> None:
     """Refuse arguments that mean nothing."""
     for name, module in {"model": model, "loss_fn": loss_fn}.items():
         if not isinstance(module, nn.Module):
@@ -179,6 +176,14 @@ def check(
             )
     if not (divisor is None or divisor == "sum" or callable(divisor)):
         raise ValueError(f'divisor={divisor!r} is neither a function of a batch nor "sum".')
+    if result not in RESULTS:
+        raise ValueError(f"result={result!r} is none of {RESULTS}.")
+
+
+def checked_file(checkpoint: Any) -> str | os.PathLike[str] | None:
+    """Refuse what is no file that can be written."""
+    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
+        raise TypeError(wrong("checkpoint", checkpoint, "the state of a run is a file", 'checkpoint="run.ckpt"'))
     if checkpoint is not None and Path(checkpoint).is_dir():
         raise IsADirectoryError(
             explain(
@@ -187,7 +192,40 @@ def check(
                 f"name a file in it: checkpoint={os.path.join(checkpoint, 'accumulate.ckpt')!r}.",
             )
         )
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+    return checkpoint
+
+
+def checked_every(every: Any) -> int:
+    """Refuse what is no number of batches."""
+    found = counted(every)
+    if found is None:
         raise ValueError(f"every={every!r} is no number of batches: pass a whole number of at least 1.")
-    if result not in RESULTS:
-        raise ValueError(f"result={result!r} is none of {RESULTS}.")
+    return found
+
+
+def check_options(step: Any, device: Any, autocast: Any, per_sample: Any, callback: Any, timeout: Any) -> None:
+    """Refuse options of another kind than they are."""
+    for name, function, example in (
+        ("step", step, "step=lambda model, loss_fn, batch: loss_fn(model(batch['x']), batch['y'])"),
+        ("callback", callback, "callback=lambda batch_index, fields: ..."),
+    ):
+        if function is not None and not callable(function):
+            raise TypeError(wrong(name, function, "it is a function that is called for each batch", example))
+    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+        raise TypeError(wrong("autocast", autocast, "it is the type to compute in", "autocast=torch.bfloat16"))
+    if not isinstance(per_sample, (bool, str, os.PathLike)):
+        why = "rows of samples go into memory, or into a folder"
+        raise TypeError(wrong("per_sample", per_sample, why, 'per_sample=True, or per_sample="folder"'))
+    if not isinstance(timeout, Real) or not timeout > 0:  # type: ignore[operator]
+        raise ValueError(wrong("timeout", timeout, "it counts seconds", "timeout=600"))
+    try:
+        there = device if device is None else torch.empty(0, device=device)
+        del there
+    except Exception as error:  # torch has many, one for each way in which there is no such device
+        why = f"batches are moved there, and torch says: {str(error).splitlines()[0].rstrip('.')}"
+        raise ValueError(wrong("device", device, why, 'device="cpu", device="cuda", or none')) from error
+
+
+def wrong(name: str, given: Any, why: str, do: str) -> str:
+    """The refusal of an option."""
+    return explain(f"accumulate(..., {name}={repr(given)}) is not possible.", f"{why}.", f"pass {do}.")

@@ -57,7 +57,18 @@ class Batches:
     ) -> None:
         self.number, self.may_be_empty = number, may_be_empty
         self.announced, self.count, self.form = length_of(loader), 0, ""
-        self.batches = iter(loader)
+        try:
+            self.batches = iter(loader)
+        except TypeError as error:
+            if hasattr(type(loader), "__iter__"):
+                raise  # its own error
+            raise TypeError(
+                explain(
+                    f"accumulate(...) got {type(loader).__name__} as loader, which cannot be iterated over.",
+                    "it gives the batches.",
+                    "pass a DataLoader, or a list of batches; a single one as [(x, y)].",
+                )
+            ) from error
 
     def skipped(self, count: int) -> Iterator[Any]:
         """So many batches with which nothing is computed."""

@@ -6,6 +6,7 @@ import cmath
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from reprlib import repr
 from typing import Any
 
 import torch
@@ -173,7 +174,17 @@ class Runner:
         """What the user says."""
         if not callable(self.divisor):
             return None
-        divisor = float(self.divisor(batch))
+        found = self.divisor(batch)
+        try:
+            divisor = float(found)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                explain(
+                    f"divisor(batch) returned {repr(found)} for batch {number}.",
+                    "it is the number by which the loss of the batch divides the sum of its terms.",
+                    "return a number: divisor=lambda batch: len(batch[0]).",
+                )
+            ) from error
         if not 0 < divisor < float("inf"):
             raise ValueError(not_finite(number, f"a divisor of {divisor}"))
         return divisor

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from numbers import Integral
+from reprlib import repr
 
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import counted, explain
 
 
 def require_options(extension: type, options: Iterable[str]) -> None:
@@ -47,8 +48,16 @@ def checked_indices(subsampling: Sequence[int] | None, option: str = "subsamplin
     return tuple(int(i) for i in indices)
 
 
+def seeding(seed: int) -> int:
+    """A seed as an int, of which numbers follow by its digits; or a clear refusal."""
+    if not isinstance(seed, Integral):
+        raise ValueError(f"seed must be a whole number, got {repr(seed)}.")
+    return int(seed)
+
+
 def positive(name: str, number: int) -> int:
     """A positive whole number, or a clear refusal."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
-    return number
+    found = counted(number)
+    if found is None:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {repr(number)}.")
+    return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from reprlib import repr
 from typing import Any
 
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import counted, explain
 
 
 def require(function: str, model: Any, x: Any, **others: Any) -> None:
@@ -31,6 +32,7 @@ def wrong(function: str, name: str, value: Any, why: str, do: str) -> str:
 
 def whole(name: str, number: Any) -> int:
     """A whole number of at least 1."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(explain(f"{name} is {number!r}.", "it counts.", "pass a whole number, 1 or more."))
-    return number
+    found = counted(number)
+    if found is None:
+        raise ValueError(explain(f"{name} is {repr(number)}.", "it counts.", "pass a whole number, 1 or more."))
+    return found

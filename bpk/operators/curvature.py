@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bpk.extensions.options import positive
+from bpk.extensions.options import positive, seeding
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.second_order.graph import products
@@ -193,7 +193,7 @@ class Fisher(GGN):
         chunk_size: int = AT_ONCE,
     ) -> None:
         super().__init__(model, loss_fn, loader, blocks, check_deterministic, chunk_size)
-        self.mc_samples, self.seed = positive("mc_samples", mc_samples), seed
+        self.mc_samples, self.seed = positive("mc_samples", mc_samples), seeding(seed)
 
     def restart(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from hashlib import sha256
 from math import isqrt
+from reprlib import repr
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import counted, explain
 
 KINDS = ("gaussian", "rademacher", "sparse", "factored")
 
@@ -44,13 +45,13 @@ def sides(k: int | tuple[int, int], kind: str) -> tuple[int, int]:
     """`k_o, k_i` with `k = k_o k_i` of a factored projection; `k, 1` of others. Refuses what is none."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}.")
-    given = (k, 1) if isinstance(k, int) else (k[0], k[1]) if isinstance(k, tuple) and len(k) == 2 else (0, 0)
-    pair = (isqrt(max(0, k)),) * 2 if isinstance(k, int) and kind == "factored" else given
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (*given, *pair))
-    if not whole or (kind != "factored" and pair[1] > 1) or pair[0] * pair[1] != given[0] * given[1]:
+    one, two = counted(k) or 0, isinstance(k, tuple) and len(k) == 2
+    given = (counted(k[0]) or 0, counted(k[1]) or 0) if isinstance(k, tuple) and two else (one, 1)
+    pair = (isqrt(one),) * 2 if not two and kind == "factored" else given
+    if not all(given) or (kind != "factored" and pair[1] > 1) or pair[0] * pair[1] != given[0] * given[1]:
         raise ValueError(
             explain(
-                f"k={k!r} is no size of a {kind} projection.",
+                f"k={repr(k)} is no size of a {kind} projection.",
                 "it is a whole number of at least 1; of a factored one, a square number or a pair (k_o, k_i).",
                 "write for example ProjectedGrad(k=64) or ProjectedGrad(k=(4, 16), kind='factored').",
             )

@@ -7,6 +7,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Sequence
+from numbers import Integral
 from types import FrameType
 from typing import Any
 
@@ -35,6 +36,16 @@ def explain(what: str, why: str = "", do: str = "", where: str = "") -> str:
         if text:
             parts.append(f"  {label}{text}")
     return "\n".join(parts)
+
+
+def counted(number: Any) -> int | None:
+    """A whole number of at least 1, also one of numpy's; `None` for what is none.
+
+    >>> counted(3), counted(0), counted(True), counted(2.0), counted("4")
+    (3, None, None, None, None)
+    """
+    whole = isinstance(number, Integral) and not isinstance(number, bool)
+    return int(number) if whole and int(number) > 0 else None
 
 
 def users_frames(error: BaseException) -> list[traceback.FrameSummary]:

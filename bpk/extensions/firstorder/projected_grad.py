@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
+from bpk.extensions.options import seeding
 from bpk.extensions.over_batches import Rows
 from bpk.fields.statistics import Uses
 from bpk.utils.projections import rows_of_matrix, sides
@@ -25,7 +26,7 @@ class Projecting:
         subsampling: Sequence[int] | None = None,
     ) -> None:
         super().__init__(subsampling)  # type: ignore[call-arg]  # of the extension beside which this stands
-        self.k, self.kind, self.seed, self.sides = k, kind, seed, sides(k, kind)
+        self.k, self.kind, self.seed, self.sides = k, kind, seeding(seed), sides(k, kind)
 
     def projections(self, uses: Uses) -> Tensor:
         """Those of all rows: `[V, n, k]`."""
