@@ -45,7 +45,7 @@ def hyperparameters_of(module: nn.Module, options: Any) -> Hyperparameters:
     if known is None or not all(map(is_, map(fields.get, known.plain), known.plain.values())):
         known = Hyperparameters(settings_of(module))
         if mark is not None:
-            mark.hyperparameters = known if will_tell(module) else None
+            mark.hyperparameters = known if will_tell(module, known.plain) else None
     if options is module and not module._buffers:
         return known
     buffers = {name: (x, stamp(x)) for name, x in module._buffers.items() if x is not None}
@@ -55,10 +55,13 @@ def hyperparameters_of(module: nn.Module, options: Any) -> Hyperparameters:
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
-    """The plain attributes of a module."""
+    """The plain attributes of a module: without those of torch's classes that are nobody's business but theirs."""
     found: dict[str, Any] = {}
+    private = is_users(module)
     for name, value in module.__dict__.items():
         kind = type(value)
+        if name.startswith("_") and not private:
+            continue
         if kind in PLAIN:
             found[name] = value
         elif kind in SEQUENCES and is_setting(value):
@@ -66,13 +69,12 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def will_tell(module: nn.Module) -> bool:
+def will_tell(module: nn.Module, plain: Mapping[str, Any]) -> bool:
     """Whether these attributes of a module are other objects where hyperparameters have changed.
 
     A class of torch reads none that was set later. What is in a list may change in place.
     """
-    values = module.__dict__.values()
-    return not (is_users(module) or any(type(value) is list and is_setting(value) for value in values))
+    return not is_users(module) and list not in map(type, plain.values())
 
 
 class Hyperparameters:

@@ -153,6 +153,8 @@ def mark_results(module: nn.Module, output: Any) -> Any:
     tensors = [x for x in tensors_in(output) if not isinstance(x, StandIn)]
     results = [x for x in tensors if x.requires_grad and x.dim() and not x.is_complex()]
     changed = {id(x): passage(module, x) for x in results}
+    if isinstance(output, Tensor):
+        return changed.get(id(output))
     return substitute(output, changed) if changed else None
 
 

@@ -43,20 +43,22 @@ def write_down(
     places: dict[int, int] = {}
     detached: dict[int, Tensor] = {}
     changed: dict[int, Tensor] = {}
+    handed = [ref(x) for x in given if x.requires_grad]
     for new, number in zip(returned, results, strict=True):
         places[new.output_nr] = number
         detached[number] = new.detach()
+        handed.append(ref(new))
         if new is not results[number]:
             changed[id(results[number])] = new
     written = Record(module, rule, binding, inputs, edges, detached, places, again, params)
-    written.handed = [ref(x) for x in (*given, *returned) if x.requires_grad]
+    written.handed = handed
     if before is not None:
         written.drawn = before.drawn
     if rule is not None and (module._modules or len(module._parameters) > len(params)):
         require_names(written, node)
     give(node, written)
     if again is None:
-        written.stored = store_on(module, inputs, written.output)
+        written.stored = store_on(module, inputs, next(iter(detached.values())))
     return changed
 
 

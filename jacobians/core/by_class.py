@@ -21,6 +21,9 @@ class ByClass(Generic[V]):
     def __setitem__(self, cls: type, value: V) -> None:
         self._known[ref(cls, self._forget)] = value
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def clear(self) -> None:
         """Forget all classes."""
         self._known.clear()
