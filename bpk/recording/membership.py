@@ -163,9 +163,17 @@ class ExtendedParameters:
 def holders(modules: Iterable[nn.Module]) -> dict[int, list[nn.Module]]:
     """By `id` of a module: the modules that hold it directly, in extended models around these."""
     above: dict[int, list[nn.Module]] = {}
-    for module in with_parts(modules):
+    parts = list(modules)
+    first = {id(module) for module in parts}
+    for module in parts:  # it grows meanwhile
         for child in module._modules.values():
-            above.setdefault(id(child), []).append(module)
+            holding = above.get(id(child))
+            if holding is not None:
+                holding.append(module)
+            elif child is not None:
+                above[id(child)] = [module]
+                if id(child) not in first:
+                    parts.append(child)
     return above
 
 

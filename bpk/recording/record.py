@@ -197,7 +197,8 @@ class Record(Connected):
     def release(self, keeps_fields: bool = False) -> None:
         """Let go of the tensors of the forward pass, also of those left on the module unless it `keeps_fields`."""
         self.open, self.released = False, True
-        LIVE.discard(weakref.ref(self))
+        if self.params:
+            LIVE.discard(weakref.ref(self))
         if not keeps_fields and self.stored is not None:
             forget(self.module, self.stored)
         self.stored = self.recomputed = None  # the graph owns the record until the loss is let go
