@@ -45,19 +45,13 @@ def store_on(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Ten
 
     What the module has of its own under such a name stays.
     """
-    for name, x in zip(INPUT_NAMES, inputs, strict=False):
-        store_as(name, module, x)
-    return store_as("output", module, output)
-
-
-def store_as(name: str, module: nn.Module, x: Tensor) -> Tensor:
-    """Leave an alias under one name."""
-    alias = x.detach()
-    if type(alias) is Tensor:
-        alias.__class__ = Stored  # half as long as making it one
     fields = module.__dict__
-    if type(fields.get(name)) is Stored or not is_own(module, name):
-        fields[name] = alias
+    for name, x in (*zip(INPUT_NAMES, inputs, strict=False), ("output", output)):
+        alias = x.detach()
+        if type(alias) is Tensor:
+            alias.__class__ = Stored  # half as long as making it one
+        if type(fields.get(name)) is Stored or not is_own(module, name):
+            fields[name] = alias
     return alias
 
 
