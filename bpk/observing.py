@@ -53,7 +53,8 @@ class Observing:
             return None
         if not observers:
             return {}
-        if len(observers) > len(self.first) or any(s.trained for s in self.inspection.sources[record].values()):
+        sources = self.inspection.sources[record].values()
+        if len(observers) > len(self.first) or [source for source in sources if source.trained]:
             return None
         params = record.trained()
         if params and (rule.inside or isinstance(record.module, Plain) or not self.parameters.are_of(record, params)):

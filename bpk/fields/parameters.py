@@ -64,13 +64,13 @@ class Parameters:
             self.wants[key] = rows or extension.needs_rows, samples or extension.needs_samples, loss_scale
 
     def state_of(self, param: Tensor, module: nn.Module | None = None) -> ParameterState:
-        """The state of a parameter; its modules are announced when it is finished."""
+        """The state of a parameter; its modules are announced when it is finished, if anybody wants to know."""
         state = self.states.get(id(param))
         if state is None:
             if self.may_shard:
                 require_whole("" if module is None else module.__dict__.get("_bpk_path", ""), param)
             state = self.states[id(param)] = ParameterState(param, self.noted is not None)
-        if module is not None and module not in state.modules:
+        if module is not None and self.when_done is not None and module not in state.modules:
             state.modules.append(module)
             self.by_module.setdefault(id(module), []).append(state)
         return state
@@ -134,11 +134,15 @@ class Parameters:
 
     def are_of(self, record: Record, params: Mapping[str, Tensor]) -> bool:
         """Whether this call alone uses each of its parameters, once: no other was reached, and none is to come."""
+        if self.calls is None:
+            self.calls = calls_by_parameter()
         for p in params.values():
-            state = self.states.get(id(p))
-            if (state is not None and (state.uses or state.done)) or self.is_shared(p, record):
+            state, calls = self.states.get(id(p)), self.calls.get(id(p), ())
+            if len(calls) != 1 or calls[0]() is not record or id(p) in self.by_functions:
                 return False
-        return len({id(p) for p in params.values()}) == len(params)
+            if state is not None and (state.uses or state.done or state.awaited_uses):
+                return False
+        return True
 
     def conclude(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
         """The only use of a parameter has been reached by an observer: save what comes of it."""
