@@ -67,7 +67,9 @@ class Observing:
         waits = self.parameters.wants_gradients
         asked = self.first_order.reach_whole(record, grad, states, self.first, alone=not waits)
         if waits:
-            self.finish(record, states, asked)
+            self.expect(record, states, asked)
+            for state in states.values():
+                self.parameters.finish(state)
         return None if asked is None else with_sums(asked, grad)
 
     def reach(self, record: Record, grad: Tensor, planned: Step | None) -> KnownGradient | None:
@@ -97,16 +99,16 @@ class Observing:
         for key, sweep in observers.items():
             if isinstance(sweep, Tape) and planned is not None:
                 self.reach_in_plan(key, sweep, planned, states)
-        self.finish(record, states, asked)
-        return None if asked is None else with_sums(asked, grad)
-
-    def finish(self, record: Record, states: dict[str, ParameterState], asked: Call | None) -> None:
-        """All observers have seen a call, or one in its place that was `asked` for sums."""
         if states and self.parameters.wants_gradients:
-            awaited = states if asked is None else {name: s for name, s in states.items() if name != "weight"}
-            expect_gradients(self.parameters, record, awaited)
+            self.expect(record, states, asked)
         if not isinstance(record.module, Plain):  # functions behind another loss may use its parameters, too
             self.parameters.finish_unshared(states.values(), record)
+        return None if asked is None else with_sums(asked, grad)
+
+    def expect(self, record: Record, states: dict[str, ParameterState], asked: Call | None) -> None:
+        """Catch gradients that extensions want, but that of a weight whose sum a call in its place was `asked` for."""
+        awaited = states if asked is None else {name: s for name, s in states.items() if name != "weight"}
+        expect_gradients(self.parameters, record, awaited)
 
     def require_module_extensions(self, record: Record, only_first: bool) -> None:
         """Refuse a layer without a rule that some extensions know by module extensions, and others do not."""

@@ -117,12 +117,13 @@ def broadcast_along_rows(
     while waiting:
         here = waiting.pop()
         assert here is not None
-        keeps = here not in mixed and keeps_rows(here, n)
+        shapes = () if here in mixed else engine.output_shapes(here)
+        keeps = len(shapes) == 1 and keeps_rows(here, shapes[0], n)
         for above, number in here.next_functions:
             if above not in inside or above in mixed or (keeps and above in kept):
                 continue
-            same = keeps and number == 0 and tuple(engine.output_shapes(above)[0][:1]) == (n,)
-            same = same and len(engine.output_shapes(above)[0]) == len(engine.output_shapes(here)[0])
+            shape = engine.output_shapes(above)[0] if keeps and number == 0 else None
+            same = shape is not None and tuple(shape[:1]) == (n,) and len(shape) == len(shapes[0])
             (kept if same else mixed).add(above)
             waiting.append(above)
     found: dict[int, list[Broadcast]] = {}
@@ -132,12 +133,12 @@ def broadcast_along_rows(
     return found
 
 
-def keeps_rows(node: Node, n: int) -> bool:
-    """Whether row by row along axis 0, a function's result depends on the same row of its arguments that have it."""
-    shapes, name = engine.output_shapes(node), function_name(node)
-    if len(shapes) != 1 or tuple(shapes[0][:1]) != (n,):
+def keeps_rows(node: Node, shape: tuple[int, ...], n: int) -> bool:
+    """Whether row by row along axis 0, a function's result of a shape depends on that row of arguments that have it."""
+    if tuple(shape[:1]) != (n,):
         return False
-    return name in ROW_BY_ROW or (name == "Cat" and signed(engine.saved(node, "dim")) % len(shapes[0]) != 0)
+    name = function_name(node)
+    return name in ROW_BY_ROW or (name == "Cat" and signed(engine.saved(node, "dim")) % len(shape) != 0)
 
 
 def factor_of(node: Node, place: int) -> Factor | None:

@@ -31,8 +31,8 @@ REENTRANT = f"{CheckpointFunction.__name__}Backward"
 class Sources(dict[Record, dict[int, Source]]):
     """By call, and by input index: where inputs come from. The graph is looked at when a call is asked for first.
 
-    `looks` says how often it was. `again` tells whether calls inside of checkpoints are written down of which only
-    autograd knows.
+    `looks` says how often it was; `with_parameters` are those where functions use parameters, and the calls that read
+    what they return. `again` tells whether calls inside of checkpoints are written down of which only autograd knows.
     """
 
     def __init__(self, again: Callable[[], bool] = lambda: False) -> None:
@@ -40,6 +40,7 @@ class Sources(dict[Record, dict[int, Source]]):
         self.again = again
         self.extended = ExtendedParameters()
         self.descent: dict[Record, list[Record]] = {}
+        self.with_parameters: list[tuple[Record, Source]] = []
         self.looks = 0
 
     def __missing__(self, record: Record) -> dict[int, Source]:
@@ -49,16 +50,14 @@ class Sources(dict[Record, dict[int, Source]]):
             source = trace(record, index, self.extended, self.again)
             if source is not None:
                 found[index] = source
+                if source.trained:
+                    self.with_parameters.append((record, source))
         self[record] = found
         return found
 
     def feed(self, record: Record) -> bool:
         """Whether recorded calls, or functions of parameters, wait for what travels through a call."""
         return any(source.targets or source.trained for source in self[record].values())
-
-    def trained(self) -> list[tuple[Record, Source]]:
-        """Where functions use parameters, by the calls that read what they return, as far as was looked."""
-        return [(record, source) for record in self for source in self[record].values() if source.trained]
 
     def producers(self, record: Record) -> list[Record]:
         """The recorded calls that feed a call, as often as they do."""
@@ -82,6 +81,7 @@ class Sources(dict[Record, dict[int, Source]]):
         """Forget what was found: calls were left to autograd, so that inputs come from elsewhere."""
         super().clear()
         self.descent.clear()
+        self.with_parameters.clear()
 
     def in_backward_order(self, root: Record, above: Sequence[Record]) -> list[Record]:
         """The records behind a root, each after all that it feeds."""

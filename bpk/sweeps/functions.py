@@ -48,7 +48,7 @@ class BroadcastParameters:
         if self.known == sources.looks:
             return
         self.known, refused = sources.looks, set[int]()
-        for record, source in sources.trained():
+        for record, source in sources.with_parameters:
             rows, n = attribution.of(record)
             usual = rows is None and not (attribution.mixed or self.inspection.with_module_extensions)
             found = broadcast_along_rows(source, n) if usual else {}
