@@ -64,15 +64,27 @@ class Source:
         """Whether all of them are linear, so that there is no second derivative (almost everywhere)."""
         return all(is_linear(node) for node in self.nodes if node.name() != engine.ACCUMULATE)
 
-    def pull(self, mat: Tensor) -> dict[int, Tensor]:
-        """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch, by number of the target."""
+    def pull(self, mat: Tensor, *others: tuple[Source, Tensor]) -> dict[int, Tensor]:
+        """Multiply columns `[V, *input]` with the transposed Jacobian of the stretch, by number of the target.
+
+        What comes of `others` that are `beside` it, with their columns, is added: autograd is asked once.
+        """
         mat = self.entrance.to_graph(mat)
         if self.stretch is None:
             return {k: port.to_rule(mat) for k, port in enumerate(self.exits)}
         if not self.targets:
             return {}
-        found = pull_columns([gradient_edge(self.stretch)], self.target_edges(), (mat,))
+        ends, mats = [gradient_edge(self.stretch)], [mat]
+        for other, columns in others:
+            assert other.stretch is not None
+            ends.append(gradient_edge(other.stretch))
+            mats.append(other.entrance.to_graph(columns))
+        found = pull_columns(ends, self.target_edges(), mats)
         return {k: port.to_rule(g) for k, (port, g) in enumerate(zip(self.exits, found, strict=True)) if g is not None}
+
+    def is_beside(self, other: Source) -> bool:
+        """Whether another stretch leads from the same results to the same call."""
+        return {edge for _, edge in self.targets} == {edge for _, edge in other.targets}
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
         """The gradient at the beginnings as a differentiable function of them, and of `grad` (stretches only).

@@ -73,6 +73,8 @@ class Plan:
             for index, source in sources[record].items():
                 if source.targets or source.trained:
                     step.links[index] = self.link(step, index, source)
+            if len(step.links) > 1:
+                put_beside([link.producer for link in step.links.values()])
         self.steps = consumers_first([self.step_of[loss] for loss in losses])
         self.number_uses()
 
@@ -119,7 +121,7 @@ class Plan:
     def clear(self) -> None:
         """Let go of the graph: steps refer to each other."""
         for step in self.steps:
-            step.links, step.consumer, step.find_gradients = {}, None, None
+            step.links, step.beside, step.consumer, step.find_gradients = {}, (), None, None
         self.steps, self.step_of = [], {}
 
     def find_gradients(self) -> None:
@@ -151,6 +153,13 @@ class Plan:
                 step.quieten()
         with CTX.quietly(EVERY_CALL):
             return pull_back(ends, edges, vectors, create_graph=create_graph)
+
+
+def put_beside(producers: Sequence[Step]) -> None:
+    """Let stretches before a call know of others that lead there from the same results."""
+    plain = [(step, source) for step in producers if (source := step.source) is not None and not step.params]
+    for step, source in plain if len(plain) > 1 else ():
+        step.beside = [other for other, mine in plain if other is not step and source.is_beside(mine)]
 
 
 def consumers_first(losses: Sequence[Step]) -> list[Step]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -78,7 +78,8 @@ class Step(Progress):
     """One call of a plan.
 
     `record` is the recorded call, and for a stretch the one that reads its end, at input `index`. `links` say what
-    feeds its inputs, `params` are those that get fields. Where rows are not the samples in order, `samples_of_rows`
+    feeds its inputs, `params` are those that get fields. Stretches without parameters that lead from the same calls to
+    the same one stand `beside` each other. Where rows are not the samples in order, `samples_of_rows`
     says which of the `batch_size` samples each belongs to; all to the only one where samples are `mixed`.
     """
 
@@ -95,6 +96,7 @@ class Step(Progress):
     mixed: bool = False
     links: dict[int, Link] = field(default_factory=dict, init=False)
     views: dict[tuple[int, ...], Call] = field(default_factory=dict, init=False)
+    beside: Sequence[Step] = field(default=(), init=False)
 
     @property
     def source(self) -> Source | None:

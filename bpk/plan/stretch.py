@@ -139,17 +139,26 @@ def at_rows(mat: Tensor, rows: Tensor) -> Tensor:
     return torch.zeros_like(mat).index_copy(1, rows, mat.index_select(1, rows))
 
 
+def whole_batch(call: Call, mat: Tensor) -> tuple[Source, Tensor]:
+    """A stretch, and columns at its end as those of the whole batch."""
+    assert isinstance(call, StretchCall)
+    return call.source, over_batch(mat, call.samples, call.output.shape[0])
+
+
 class PlainAutograd(Rule):
     """Products by autograd's own graph, which is alive during the backward pass only."""
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         raise TypeError("a stretch is multiplied from the left only; `LinearisedStretch` goes both ways")
 
-    def jac_t_mat_prods(self, call: Call, mat: Tensor) -> dict[int, Tensor]:
-        """Multiply with the transposed Jacobians of all inputs that the output depends on."""
+    def jac_t_mat_prods(self, call: Call, mat: Tensor, *others: tuple[Call, Tensor]) -> dict[int, Tensor]:
+        """Multiply with the transposed Jacobians of all inputs that the output depends on.
+
+        What comes of `others` beside it (see `Source.pull`) is added.
+        """
+        (source, full), *rest = [whole_batch(*each) for each in ((call, mat), *others)]
         assert isinstance(call, StretchCall)
-        full = over_batch(mat, call.samples, call.output.shape[0])
-        return {k: of_samples(part, call.samples) for k, part in call.source.pull(full).items()}
+        return {k: of_samples(part, call.samples) for k, part in source.pull(full, *rest).items()}
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
         assert isinstance(call, StretchCall) and isinstance(wrt, str)

@@ -242,7 +242,8 @@ class Run:
         for key in list(columns.blocks) if step.links and self.brought is None else ():
             mat, signs = columns.blocks.pop(key), columns.signs[key]
             if rule is STRETCH:  # all inputs at once
-                for index, part in STRETCH.jac_t_mat_prods(view, mat).items():
+                others = self.beside(step, key) if step.beside else ()
+                for index, part in STRETCH.jac_t_mat_prods(view, mat, *others).items():
                     self.send(step.links[index], key, part, signs)
                 continue
             free = only and key in columns.unshared and not step.params
@@ -254,6 +255,18 @@ class Run:
                 view.spares = None
                 new = free or (only and sent.untyped_storage() is not mat.untyped_storage())
                 self.send(link, key, sent, signs, new)
+
+    def beside(self, step: Step, key: Hashable) -> list[tuple[Call, Tensor]]:
+        """Take what waits under the same key at stretches beside one, which goes the same way."""
+        found: list[tuple[Call, Tensor]] = []
+        for other in step.beside:
+            waits = self.waiting.get(other)
+            if waits is not None and key in waits.blocks:
+                found.append((other.view(self.sweep.samples), other.cast(waits.blocks.pop(key))))
+                other.reached = True
+                if not waits.blocks:
+                    del self.waiting[other]
+        return found
 
     def apply_module_extension(self, step: Step, columns: Columns) -> None:
         """Let a user's module extension do it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
+from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.sweeps.columns import brought
 
 N, T, D = 4, 3, 6
@@ -65,7 +67,7 @@ class Direct(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {"block": Block, "tied": Tied, "direct": Direct}
 
 
-def fields(model: nn.Module, x: Tensor, extension: E.BackpropExtension, **options: object) -> dict[str, list[Tensor]]:
+def fields(model: nn.Module, x: Tensor, extension: BackpropExtension, **options: Any) -> dict[str, list[Tensor]]:
     loss_fn = bpk.extend(nn.CrossEntropyLoss())
     torch.manual_seed(1)
     with bpk.backpack(extension, **options):
@@ -157,7 +159,7 @@ class Given(nn.Module):
         return self.layer(self.table) + self.layer(self.table * x.mean(1))
 
 
-OTHERS: dict[str, tuple[type[nn.Module], Callable[[], E.BackpropExtension], dict[str, object]]] = {
+OTHERS: dict[str, tuple[type[nn.Module], Callable[[], BackpropExtension], dict[str, Any]]] = {
     "several columns": (Tied, lambda: E.DiagGGNMC(mc_samples=2), {}),
     "some samples": (Tied, lambda: E.DiagGGNMC(subsampling=[1, 2]), {}),
     "no memory": (Tied, E.DiagGGNMC, {"memory": 1}),
