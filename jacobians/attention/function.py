@@ -158,9 +158,11 @@ class DotProductRule(Rule):
         return latest.find(mat, lambda: self.pull(call, mat), lambda found: 3 * mat.numel(), 0)
 
     def pull(self, call: Call, mat: Tensor) -> Triple:
-        """The same, by torch's kernel for a single column where it has computed the output."""
-        known = self.fused(call) if len(mat) == 1 else None
-        return self.at(call).pull(mat, None) if known is None else known.pull(mat)
+        """The same, by torch's kernel where it has computed the output, for a single column or with many weights."""
+        known = self.fused(call)
+        if known is None or not len(mat) or not known.pays(len(mat)):
+            return self.at(call).pull(mat, None)
+        return known.pull(mat)
 
     def capture(self, call: Call) -> None:
         """Read what torch's kernel has kept."""

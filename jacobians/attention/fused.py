@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bpk.jacobians.attention.attention import Triple
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.engine import attention_backward
 from bpk.jacobians.core.numeric import is_differentiated
+
+MANY_WEIGHTS = 1 << 12
+"""From how many weights of one head on the kernel takes less time than products with weights that are written out."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,19 @@ class Fused:
         """`H`."""
         return self.query.shape[1]
 
-    def pull(self, column: Tensor) -> Triple:
-        """From one column `[1, N, H, L, d]` at the output to queries, keys and values; weights are not written out."""
+    def pays(self, columns: int) -> bool:
+        """Whether the kernel takes less time for so many columns, one after the other, than products of all of them."""
+        return columns == 1 or self.query.shape[2] * self.key.shape[2] >= MANY_WEIGHTS
+
+    def pull(self, columns: Tensor) -> Triple:
+        """From columns `[V, N, H, L, d]` at the output to queries, keys and values; weights are not written out."""
         kept = (self.query, self.key, self.value, self.output, self.logsumexp, self.mask)
-        q, k, v = attention_backward(column[0], *kept, self.causal, self.scale)
-        return q[None], k[None], v[None]
+        found = [attention_backward(column, *kept, self.causal, self.scale) for column in columns]
+        if len(found) == 1:
+            q, k, v = found[0]
+            return q[None], k[None], v[None]
+        q, k, v = map(torch.stack, zip(*found, strict=True))
+        return q, k, v
 
 
 def kept_by_kernel(call: Call, heads: int, causal: bool, scale: float) -> Fused | None:

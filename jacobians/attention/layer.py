@@ -145,8 +145,8 @@ class AttentionLayer(AttentionTaylor):
 
     def pull_in_pieces(self, call: Call, mat: Tensor) -> Pulled:
         """A few columns at a time, so that what is as large as the weights stays in the processor's cache."""
-        known = of_kernel(call) if len(mat) == 1 else None
-        if known is not None:  # then the weights are no result
+        known = of_kernel(call)
+        if known is not None and len(mat) and known.pays(len(mat)):  # then the weights are no result
             return arrange(call, known.pull(split_heads(linear(mat, call.params["out_proj.weight"].T), known.count)))
         at = self.at(call)
         step = len(mat) if torch.is_grad_enabled() or mat.device.type != "cpu" else PIECE // max(1, at.p.numel())

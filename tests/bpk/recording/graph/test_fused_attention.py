@@ -109,3 +109,20 @@ def test_the_same_as_without_it(name: str, extension: Any, monkeypatch: pytest.M
         found.append([getattr(p, extension.savefield).clone() for p in model.parameters()])
         monkeypatch.setattr("bpk.jacobians.attention.fused.read", lambda *args: None)
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", ["layer", "time first", "padding", "causal", "function", "scale"])
+@pytest.mark.processor("its kernel")
+def test_many_columns_by_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, where weights are many."""
+    model, x, y = problem(name)
+    bpk.extend(model)
+    pulls, pull, found = list[int](), Fused.pull, []
+    monkeypatch.setattr(Fused, "pull", lambda self, columns: pulls.append(len(columns)) or pull(self, columns))
+    for least in (1 << 40, T * T):
+        monkeypatch.setattr("bpk.jacobians.attention.fused.MANY_WEIGHTS", least)
+        torch.manual_seed(1)
+        passed(model, x, y, DiagGGNMC(mc_samples=3))
+        assert pulls == [3] * (least == T * T)
+        found.append([p.diag_ggn_mc.clone() for p in model.parameters()])
+    torch.testing.assert_close(*found)
