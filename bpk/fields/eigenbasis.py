@@ -11,7 +11,7 @@ from bpk.fields.arrived import PIECE
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
-from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.numeric import is_finite, wide
 from bpk.jacobians.core.room import WHOLE
 from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.kroneckers import diagonal, sparse_diagonal
@@ -98,7 +98,7 @@ def decomposed(factor: Tensor, uses: Uses) -> Decomposed:
                 )
             )
         return diagonal(factor), None
-    if not factor.isfinite().all():  # what was not finite stays so, and where it was
+    if not is_finite(factor):  # what was not finite stays so, and where it was
         return torch.full_like(factor[0], torch.nan), torch.full_like(factor, torch.nan)
     entries = factor.diagonal()
     if int(factor.count_nonzero()) == int(entries.count_nonzero()):

@@ -42,11 +42,10 @@ class Products(Rows):
         if all(blocks):
             parts = zip(*blocks, strict=True)
             return add_up([outer.gram(part, left, right, aligned) for part in parts])
-        pattern = "vnp,vmp->vnm" if aligned else "vnp,wmp->vnwm"
-        lines = []
+        lines = list[Tensor]()
         for ours in self.pieces(left):
-            lines.append(torch.cat([torch.einsum(pattern, ours, theirs) for theirs in self.pieces(right)], -1))
-        return torch.cat(lines, 1)
+            lines.append(join([between(ours, theirs, aligned) for theirs in self.pieces(right)], -1))
+        return join(lines, 1)
 
     def sample_gram(self, weight: Tensor | None = None) -> Tensor:
         """`sum_e w_e rows_vne rows_une`, of each sample for itself: `[n, V, V]`; `weight` is `[*p]`."""
@@ -100,6 +99,8 @@ class Products(Rows):
         rest = right.shape[1]
         numbers = torch.arange(self.param.numel(), dtype=torch.int32, device=self.param.device).view(self.param.shape)
         places = [part.matrix(numbers).flatten(-3, -2) for part in self.outers]
+        if places and all(is_view(at, numbers, (left.shape[1], rest)) for at in places):
+            return add_up([part.rotated(left, right).rows() for part in self.outers]).transpose(0, 1)
         straight = all(torch.equal(at, at[:, :1] // rest * rest + at[:1] % rest) for at in places)
         turned = all(torch.equal(at, at[:1] // rest * rest + at[:, :1] % rest) for at in places)
         if not places or not (straight or turned):
@@ -159,6 +160,16 @@ class Products(Rows):
         numbers = torch.arange(self.param.numel(), device=self.param.device).view(self.param.shape)
         shown = [[part.matrix(numbers) for part in parts] for parts in (left, right)]
         return len(left) == len(right) and all(map(torch.equal, *shown))
+
+
+def between(ours: Tensor, theirs: Tensor, aligned: bool) -> Tensor:
+    """Inner products of rows `[V, B, P]`, `[V, C, P]`: `[V, B, V, C]`, or `[V, B, C]` if `aligned`."""
+    return ours @ theirs.mT if aligned else torch.einsum("vnp,wmp->vnwm", ours, theirs)
+
+
+def is_view(matrix: Tensor, numbers: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether a matrix of this shape has all numbers in their order, which shows without looking at them."""
+    return matrix.shape == shape and matrix.data_ptr() == numbers.data_ptr() and matrix.is_contiguous()
 
 
 def by_sample(part: Outer, samples: Tensor, n: int) -> Outer | None:

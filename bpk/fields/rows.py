@@ -229,6 +229,6 @@ def added_up(use: Use, rows: Tensor) -> Tensor:
     return rows
 
 
-def join(parts: list[Tensor]) -> Tensor:
+def join(parts: list[Tensor], axis: int = 0) -> Tensor:
     """Tensors one after the other."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)

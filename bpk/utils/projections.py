@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from hashlib import sha256
 from math import isqrt
 from reprlib import repr
@@ -39,6 +39,28 @@ def rows_of_matrix(kind: str, k: int, width: int, seed: int, like: Tensor) -> It
     source, step = generator(kind, k, width, seed), max(1, PIECE // max(1, width))
     for start in range(0, k, step):
         yield entries(kind, min(step, k - start), width, source).to(like) / k**0.5
+
+
+class Matrices:
+    """Random matrices that are kept, because making them takes longer than a small model's pass.
+
+    All of them together hold as many numbers as exist at a time in any case; what has no room is made again.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, list[Tensor]] = {}
+        self.size = 0
+
+    def rows(self, kind: str, k: int, width: int, seed: int, like: Tensor) -> Iterable[Tensor]:
+        """As `rows_of_matrix`."""
+        key = kind, k, width, seed, like.dtype, like.device
+        if key in self.known:
+            return self.known[key]
+        made, size = rows_of_matrix(kind, k, width, seed, like), self.size + k * width
+        if size > PIECE or torch.is_inference_mode_enabled():  # what is made there cannot be differentiated
+            return made
+        self.size = size
+        return self.known.setdefault(key, list(made))
 
 
 def sides(k: int | tuple[int, int], kind: str) -> tuple[int, int]:

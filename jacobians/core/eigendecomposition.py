@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.errors import explain
-from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.numeric import is_finite, wide
 
 JITTERS = (1e-10, 1e-8, 1e-6, 1e-4)
 """What the last attempts add to the diagonal, in units of its mean size."""
@@ -37,7 +37,7 @@ def eigh(matrices: Tensor, where: str = "a matrix") -> tuple[Tensor, Tensor]:
             values, vectors = torch.linalg.eigh(attempt)
         except torch.linalg.LinAlgError:
             continue
-        if is_transformed() or (values.isfinite().all() and vectors.isfinite().all()):  # CUDA may give NaN instead
+        if is_transformed() or (is_finite(values) and is_finite(vectors)):  # CUDA may give NaN instead
             return values.to(matrices), vectors.to(matrices)
     if not matrices.isfinite().all():
         raise ValueError(

@@ -74,6 +74,11 @@ def at_once(size: int, device: torch.device) -> int:
     return max(1, (CACHE if device.type == "cpu" else MEMORY) // max(1, size))
 
 
+def is_finite(x: Tensor) -> bool:
+    """Whether all numbers are: they are if their sum is, which takes a part of the time."""
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
+
+
 def cancel(sums: Tensor, terms: Tensor) -> Tensor:
     """Where sums of terms of this size, in all, are rounding errors or not much more."""
     return sums < ROUNDINGS * torch.finfo(terms.dtype).eps * terms

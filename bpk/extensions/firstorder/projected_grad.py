@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.options import seeding
 from bpk.extensions.over_batches import Rows
 from bpk.fields.statistics import Uses
-from bpk.utils.projections import rows_of_matrix, sides
+from bpk.utils.projections import Matrices, sides
 
 
 class Projecting:
@@ -27,6 +27,7 @@ class Projecting:
     ) -> None:
         super().__init__(subsampling)  # type: ignore[call-arg]  # of the extension beside which this stands
         self.k, self.kind, self.seed, self.sides = k, kind, seeding(seed), sides(k, kind)
+        self._matrices = Matrices()
 
     def projections(self, uses: Uses) -> Tensor:
         """Those of all rows: `[V, n, k]`."""
@@ -42,14 +43,14 @@ class Projecting:
             return (left @ gradients.unflatten(-1, (shape[0], shape[1:].numel())) @ right.T).flatten(-2)
         return torch.cat([gradients @ rows.T for rows in self.matrix(shape.numel(), gradients)], -1)
 
-    def matrix(self, width: int, like: Tensor) -> Iterator[Tensor]:
+    def matrix(self, width: int, like: Tensor) -> Iterable[Tensor]:
         """`R` for so many entries."""
-        return rows_of_matrix(self.kind, self.sides[0] * self.sides[1], width, self.seed, like)
+        return self._matrices.rows(self.kind, self.sides[0] * self.sides[1], width, self.seed, like)
 
     def factors(self, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
         """`R_o` `[k_o, first axis]`, `R_i` `[k_i, others]`."""
         sizes = zip(self.sides, (shape[0], shape[1:].numel()), (self.seed, ~self.seed), strict=True)
-        left, right = (torch.cat(list(rows_of_matrix("gaussian", k, width, s, like))) for k, width, s in sizes)
+        left, right = (torch.cat(list(self._matrices.rows("gaussian", k, width, s, like))) for k, width, s in sizes)
         return left, right
 
 
@@ -57,9 +58,10 @@ class ProjectedGrad(Projecting, GradientExtension):
     """Random projections `[N, k]` of the individual gradients, per parameter, in the field `projected_grad`.
 
     `projected_grad[n] = R grad_batch[n].flatten()`, with entries of variance `1/k`, so that inner products of gradients
-    stay the same on average. `R` follows from the seed and the parameter's shape, and is made some rows at a time.
-    `"factored"` has `R = kron(R_o, R_i)` over the first and the other axes of a parameter with two axes or more: inputs
-    and output gradients are projected by themselves. `bpk.projected_gradients` gives the projection of the model's.
+    stay the same on average. `R` follows from the seed and the parameter's shape, and is made some rows at a time; a
+    small one is kept. `"factored"` has `R = kron(R_o, R_i)` over the first and the other axes of a parameter with two
+    axes or more: inputs and output gradients are projected by themselves. `bpk.projected_gradients` gives the
+    projection of the model's.
 
     Args:
         k: How many numbers; for `"factored"` a square number, or a pair `(k_o, k_i)`.

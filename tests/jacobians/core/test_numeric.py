@@ -52,3 +52,12 @@ def test_sums_of_squares(dtype: torch.dtype, weighted: bool) -> None:
     m, weights = torch.randn(3, 2, 4, 5, dtype=dtype), torch.randn(3, 2, dtype=dtype) if weighted else None
     squares = numeric.wide(m).square() * (1 if weights is None else numeric.wide(weights)[..., None, None])
     torch.testing.assert_close(numeric.sum_of_squares(m, weights), squares.sum(0))
+
+
+@pytest.mark.parametrize("entry", [1.0, torch.finfo(torch.float32).max, torch.inf, -torch.inf, torch.nan])
+def test_numbers_are_finite(entry: float) -> None:
+    """Also where their sum is not; and infinities of both signs do not hide in it."""
+    x = torch.tensor([[entry, entry], [2.0, entry]])
+    assert numeric.is_finite(x) is bool(x.isfinite().all())
+    both = torch.tensor([entry, -entry])
+    assert numeric.is_finite(both) is bool(both.isfinite().all())
