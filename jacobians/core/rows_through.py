@@ -29,7 +29,7 @@ class RowsThrough:
         larger than these.
         """
         m = self.columns.movedim(1, 0) if per_sample else self.columns.flatten(0, 1)[None]  # [N or 1, V, D]
-        if min(m.shape[1], self.jacobian[0].numel()) <= m.shape[2]:
+        if min(m.shape[1], self.jacobian.shape[1:].numel()) <= m.shape[2]:
             found = self.rows().square()
             found = found if weights is None else found * like_columns(weights, found)
             return found.sum(0) if per_sample else found.sum((0, 1))
