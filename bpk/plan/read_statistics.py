@@ -22,7 +22,7 @@ def require_statistics_unread(source: Source, second_order: bool) -> None:
 
     In first order, these are the products with parameters in front of it. Gradients of layers come from autograd.
     """
-    if FUSED not in source.functions or not passes_statistics(source.nodes):
+    if FUSED not in source.functions or not (ends_at_statistics(source) or passes_statistics(source.nodes)):
         return
     if second_order or any(is_behind_parameters(node, source) for node in source.nodes if node.name() == FUSED):
         raise UnsupportedLayer(
@@ -34,6 +34,12 @@ def require_statistics_unread(source: Source, second_order: bool) -> None:
                 "(y - y.mean(-1, keepdim=True)) * (y.var(-1, False, keepdim=True) + eps).rsqrt().",
             )
         )
+
+
+def ends_at_statistics(source: Source) -> bool:
+    """Whether a call reads the mean or the deviation itself, with no function in between."""
+    node, number = source.stretch or (None, 0)
+    return node is not None and number > 0 and node.name() == FUSED
 
 
 def is_behind_parameters(node: Node, source: Source) -> bool:

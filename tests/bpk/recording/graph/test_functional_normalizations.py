@@ -240,6 +240,26 @@ def test_the_statistics_are_read(served: list[str]) -> None:
     assert verdicts == {("BatchGrad", "ok"), ("KFAC", "refused")} and not served
 
 
+class ReadsStatistics(nn.Module):
+    """Layers are given the statistics of a group normalisation, with no function in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.of_means, self.of_images = nn.Linear(3, 8), nn.Linear(2, 3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, mean, _ = torch.native_group_norm(self.first(x).view(-1, 4, 2), None, None, len(x), 4, 2, 2, 1e-5)
+        return self.of_means(mean) + self.of_images(out[:, 0])
+
+
+def test_a_layer_reads_the_statistics() -> None:
+    """Torch loses what comes to one of them alone: products are refused, where they would miss it."""
+    torch.manual_seed(0)
+    model, extensions = ReadsStatistics().double(), (E.DiagGGNExact(), E.DiagHessian(), E.HMP())
+    found = bpk.verify(model, nn.CrossEntropyLoss(), rand(5, 3), torch.arange(5) % 3, *extensions)
+    assert {row.verdict.value for row in found.rows} == {"refused"}
+
+
 def test_statistics_of_the_batch_are_left_to_autograd(served: list[str]) -> None:
     torch.manual_seed(0)
     function: Function = lambda x, w, b: F.batch_norm(x, None, None, w, b, True)  # noqa: E731
