@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
+from bpk.jacobians.second_order.corrected import corrected
+from bpk.jacobians.second_order.graph import between
 from bpk.plan.coupling import caution_coupling
 from bpk.plan.dissolving import join, may_join
 from bpk.plan.objective import (
@@ -54,6 +57,7 @@ class Inspection:
         self.with_module_extensions = [e for e in extensions if e.has_module_extensions]
         self.subsampled = [e for e in extensions if e.subsampling is not None]
         self.hooked = HookedTensors()
+        self.corrections = ExitStack()
         self.sources = Sources(self.computes_again)
         self.above: dict[Record, list[Record]] = {}
         self.attribution = Attribution()
@@ -115,6 +119,8 @@ class Inspection:
             self.check_objective(root, above, node)
         if placement.rows:
             require_whole_batch(self.extensions, root)
+        if torch.is_grad_enabled():  # create_graph: what autograd itself sends is differentiated, as fields are
+            self.corrections.enter_context(corrected(between(node, lambda _: False)))
         records = (*above, root)
         self.attribution.add(records, placement.rows, placement.axes, placement.n)
         if self.merged is not None:
@@ -232,6 +238,7 @@ class Inspection:
 
     def clear(self) -> None:
         """Let go of the graph."""
+        self.corrections.close()
         self.sources.clear()
         self.above, self.left, self.placed, self.required = {}, [], set(), set()
         self.attribution, self.merged, self._outside = Attribution(), None, None

@@ -62,6 +62,22 @@ def test_second_derivatives(name: str, by_rule: bool) -> None:
             torch.testing.assert_close(product(torch.ones_like(p)), other(torch.ones_like(p)))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:.*generic way")
+def test_fields_can_be_differentiated(name: str) -> None:
+    """So can what autograd itself sends to the bias, and to layers in front."""
+    x, y, found = torch.randn(4, 3).double(), torch.arange(4) % 3, []
+    for function in FUNCTIONS[name]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), Normalises(function), nn.Tanh(), nn.Linear(3, 3)).double()
+        with bpk.backpack(E.BatchGrad(), E.Variance()):
+            bpk.extend(nn.CrossEntropyLoss())(bpk.extend(model)(x), y).backward(create_graph=True)
+        params = list(model.parameters())
+        total = sum(p.grad_batch.pow(3).sum() + p.variance.square().sum() for p in params)
+        found.append(torch.autograd.grad(total, params))
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_references_and_operators() -> None:
     """They differentiate the model by torch alone, with what is right in the place of the function."""
     torch.manual_seed(0)

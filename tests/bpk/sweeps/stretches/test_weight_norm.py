@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -146,3 +147,23 @@ def test_inside_of_a_checkpoint() -> None:
     model.get_parameter("model.0.parametrizations.weight.original0").requires_grad_(False)  # g
     with pytest.raises(NotImplementedError, match="outside of the checkpoint"), bpk.backpack(E.DiagHessian()):
         loss_fn(model(x), y).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*generic way")
+@pytest.mark.parametrize("first", [LAYERS["linear"][0], LAYERS["with a hook"][0], Normalised])
+def test_fields_can_be_differentiated(first: Callable[[], nn.Module]) -> None:
+    """So can what autograd itself sends to a layer in front, or to a parameter."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), first())
+    model, loss_fn, x, y = network(layer, (4,))
+    model, loss_fn = extended(model, loss_fn)
+    params, found = list(model.parameters()), []
+    for extension in (E.BatchGrad(), E.Variance(), E.DiagGGNExact()):
+        for context in (nullcontext(), WrittenOut()):
+            with context:
+                loss = loss_fn(model(x), y)
+            with bpk.backpack(extension):
+                loss.backward(create_graph=True)
+            total = sum(getattr(p, extension.savefield).square().sum() for p in params)
+            found.append(torch.autograd.grad(total, params))
+            model.zero_grad()
+        torch.testing.assert_close(found[-2], found[-1])
