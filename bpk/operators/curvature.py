@@ -150,6 +150,10 @@ class GGN(CurvatureOperator):
     def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
         assert self.problem.loss_fn is not None
         z, tangents = with_tangents(self.problem.model, x, params, mats)
+        if not z.dim():
+            why = "the matrix is a sum over samples, which are the rows of the output"
+            do = "return one number per sample, or use Hessian"
+            raise self.problem.refused("a model whose output has no batch axis", why, do)
         loss = LossAt(self.problem.loss_fn, z, y)
         columns = self.curve(loss, tangents) * self.weight(loss)
         return pull_through(self.problem.model, x, z, params, columns), loss

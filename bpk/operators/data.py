@@ -39,6 +39,15 @@ class Problem:
         self, model: nn.Module, loss_fn: nn.Module | None, loader: Loader, name: str, check_deterministic: bool
     ) -> None:
         self.model, self.loss_fn, self.name = model, loss_fn, name
+        if not isinstance(model, nn.Module):
+            why = "its parameters are the columns"
+            raise self.refused(f"{kind_of(model)} as model, which is no module", why, "pass an nn.Module")
+        if loss_fn is None and name != "Jacobian":
+            raise self.refused("no loss", "the curvature is that of one", "pass nn.CrossEntropyLoss()")
+        if not isinstance(loader, Iterable):
+            why = "it gives the batches"
+            do = "pass a DataLoader, a list of batches, or one batch (inputs, targets)"
+            raise self.refused(f"{kind_of(loader)} as loader", why, do)
         if may_be_either(loader):
             why = "it may be one batch (inputs, targets), or two batches that are pairs"
             do = "pass [(inputs, targets)] for one batch, a list of batches for two"
@@ -74,7 +83,8 @@ class Problem:
         for number, batch in enumerate(self.loader):
             if not isinstance(batch, (tuple, list)) or len(batch) != 2:
                 what = f"{type(batch).__name__} as batch {number}"
-                raise self.refused(what, "a batch is a pair (inputs, targets)", "wrap the loader")
+                do = "pass batches of pairs, or one batch as a tuple (inputs, targets)"
+                raise self.refused(what, "a batch is a pair (inputs, targets)", do)
             yield tuple(tree_map(lambda x: tracked(x).to(self.device) if isinstance(x, Tensor) else x, tuple(batch)))
         if number < 0:
             why = "a mean over no data is not defined"
@@ -126,12 +136,7 @@ class Problem:
         """Sums over all batches, of squared outputs and of losses; or a refusal of a model that is random."""
         total = torch.zeros(2, dtype=torch.float64, device="cpu")
         for x, y in self.batches():
-            z = self.predict(x)
-            if not isinstance(z, Tensor):
-                why = "operators are defined for one output"
-                raise self.refused(
-                    f"a model that returns {type(z).__name__}", why, "wrap it, so that it gives a tensor"
-                )
+            z = self.output(x)
             if twice and not close(z, self.predict(x), z.dtype, float(z.abs().max()) if z.numel() else 0.0):
                 why = "it draws random numbers (dropout), so that no two products belong to the same matrix"
                 raise self.refused("a model that gives two results for one input", why, "call model.eval()")
@@ -142,11 +147,24 @@ class Problem:
                 total[1] += loss.value.double().cpu() * (1 if self.single else loss.size.weight(1))
         return total
 
+    def output(self, x: Any) -> Tensor:
+        """The same, if it is one tensor."""
+        z = self.predict(x)
+        if not isinstance(z, Tensor):
+            why = "operators are defined for one output"
+            raise self.refused(f"a model that returns {kind_of(z)}", why, "wrap it, so that it gives a tensor")
+        return z
+
     def predict(self, x: Any) -> Any:
         """What the model returns, without its graph, which is there meanwhile: it may ask for gradients itself."""
         with torch.enable_grad():
             z = self.model(x)
         return z.detach() if isinstance(z, Tensor) else z
+
+
+def kind_of(thing: object) -> str:
+    """What something is, in words."""
+    return f"the class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
 
 
 def is_batch(loader: Any) -> bool:

@@ -49,7 +49,7 @@ class Jacobian(LinearOperator):
         self.dtype, self.device = self.problem.dtype, self.problem.device
         self.chunk_size = positive("chunk_size", chunk_size)
         with disable():
-            shapes = [self.problem.predict(x).shape for x, _ in self.problem.batches()]
+            shapes = [self.problem.output(x).shape for x, _ in self.problem.batches()]
         if not all(shapes):
             why = "each row of the matrix belongs to a sample"
             raise self.problem.refused("a model whose output has no batch axis", why, "return one number per sample")

@@ -40,6 +40,14 @@ class LossAt:
     @cached_property
     def size(self) -> Size:
         """The divisor of a mean."""
+        if not self.call.inputs[0].dim():
+            raise UnsupportedLayer(
+                explain(
+                    "The model's output has no batch axis.",
+                    "batches count by their samples, which are the rows of the output.",
+                    "return one number per sample, or pass one batch to Hessian, as a tuple.",
+                )
+            )
         try:
             divisor = self.rule.divides_by(self.call)
         except UnsupportedLayer:  # as for accumulate(...), but there is no divisor= that could say it

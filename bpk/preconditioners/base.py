@@ -25,7 +25,7 @@ from bpk.fields.local import SLOT
 from bpk.jacobians.core.errors import explain
 from bpk.preconditioners.parameters import Means, as_means, require_fits, take_up, trained
 from bpk.preconditioners.passes import Passes
-from bpk.preconditioners.schedules import Schedule, require_limit, steps_of, weight_of_past
+from bpk.preconditioners.schedules import Schedule, constant, rate_of, require_limit, steps_of, weight_of_past
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import is_sharded, may_shard
 from bpk.utils.damped import positive_damping
@@ -84,13 +84,17 @@ class Preconditioner(ABC):
         self.looked_at: set[Tensor] = set()
         self.extension = extension
         self.extension.savefield = f"preconditioner_{extension.savefield}"  # users may ask for the same field
-        self.damping, self.decay, self.interval = damping, decay, interval
+        self.damping, self.decay = damping, constant(decay, weight_of_past)
+        self.interval = constant(interval, steps_of)
         self.model, self.kl_clip, self.lr, self.grad_scaler, self.group = model, kl_clip, lr, grad_scaler, group
         self.steps, self.looks = 0, 0
         self.means: dict[str, Means] = {}
         self.orders: Orders = {}
         self.passes = extension.listener = Passes(model, extension, self.begin)
         self._inside = ExitStack()
+
+    by_name: tuple[str, ...] = ()
+    """What its state has for each parameter with means, beside them."""
 
     # ---- what a preconditioner says -------------------------------------------------------------------
     def begin(self) -> None:
@@ -203,7 +207,8 @@ class Preconditioner(ABC):
                 explain(
                     f"{type(self).__name__}.step() found no curvature.",
                     "the backward pass of this step was run without its extension, or no parameter got a gradient.",
-                    "write `with preconditioner: loss.backward()`, with an extended loss (bpk.extend(loss_fn)).",
+                    "write `with preconditioner: loss.backward()`, with an extended loss (bpk.extend(loss_fn)), and no "
+                    "other context inside; with other extensions, with bpk.backpack(*preconditioner.extensions, ...).",
                 )
             )
         self.looks += 1
@@ -221,7 +226,7 @@ class Preconditioner(ABC):
             return 1.0
         pairs = [(v, self.params[name].grad) for name, v in solved.items()]
         products = [torch.sum(v * g, dtype=torch.float64) for v, g in pairs if g is not None]
-        length = self.at(self.lr) ** 2 * float(sum(products))
+        length = rate_of(self.at(self.lr)) ** 2 * float(sum(products))
         return min(1.0, (self.kl_clip / length) ** 0.5) if length > 0 else 1.0
 
     # ---- saving -------------------------------------------------------------------------------------
@@ -236,7 +241,7 @@ class Preconditioner(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state of the same model."""
         named = dict(self.model.named_parameters())
-        require_fits(state, named, type(self).__name__, self.entries_of)
+        require_fits(state, named, type(self).__name__, self.entries_of, self.by_name)
         self.params |= {n: named[n] for n in (*state["means"], *state["looked_at"]) if n in named}  # frozen ones, too
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}

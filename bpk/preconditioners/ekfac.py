@@ -14,6 +14,7 @@ from bpk.distributed.fields import sizes_of
 from bpk.distributed.processes import are_several
 from bpk.distributed.statistics import over_processes, together
 from bpk.extensions.factors import Factors, named, require_form
+from bpk.extensions.options import positive
 from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
@@ -78,6 +79,8 @@ class EKFAC(Preconditioner):
         super().__init__(model, self.moments, damping, decay, looking, kl_clip, lr, grad_scaler, group)
         self.moments.orders = self.orders
         self.renewal = renewal
+
+    by_name = ("bases",)
 
     def begin(self) -> None:
         self.moments.found, self.moments.waiting = {}, {}
@@ -166,7 +169,8 @@ class Moments(SquareRootExtension):
 
     def __init__(self, mc_samples: int | None, group: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self.mc_samples, self.group = mc_samples, group
+        self.mc_samples = None if mc_samples is None else positive("mc_samples", mc_samples)
+        self.group = group
         self.bases: dict[Tensor, list[Tensor]] = {}
         self.found: dict[Tensor, list[Tensor]] = {}
         self.waiting: dict[Tensor, list[Uses]] = {}

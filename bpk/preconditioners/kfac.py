@@ -68,6 +68,8 @@ class KFAC(Preconditioner):
         self.renewal = renewal
         self.inverses: dict[str, DampedInverse] = {}
 
+    by_name = ("inverses",)
+
     def renew(self) -> None:
         late = (
             list(self.means) if self.due(self.renewal) else [name for name in self.means if name not in self.inverses]

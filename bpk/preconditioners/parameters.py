@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,12 +32,24 @@ def take_up(now: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:
 
 
 def require_fits(
-    state: Mapping[str, Any], params: Mapping[str, Tensor], kind: str, entries_of: Callable[[Means], int]
+    state: Mapping[str, Any],
+    params: Mapping[str, Tensor],
+    kind: str,
+    entries_of: Callable[[Means], int],
+    by_name: Sequence[str] = (),
 ) -> None:
     """Refuse a saved state that is not one of this kind and these parameters, or lacks what steps depend on.
 
-    `entries_of` says of how many entries of a parameter running means are.
+    `entries_of` says of how many entries of a parameter running means are, `by_name` what else they all have.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            explain(
+                f"The state is {type(state).__name__}, and no dictionary.",
+                "steps depend on what state_dict() gives.",
+                "load_state_dict(preconditioner.state_dict()), or what torch.load(...) gives of it.",
+            )
+        )
     if state.get("of", kind) != kind:
         raise ValueError(
             explain(
@@ -46,7 +58,20 @@ def require_fits(
                 "build the same preconditioner, or go on with a new one: it looks at curvature in its first step.",
             )
         )
-    strange = sorted(set(state.get("means", ())) - set(params))
+    kinds = {"steps": int, "looks": int, "means": Mapping, "orders": Mapping, "looked_at": Sequence}
+    kinds |= dict.fromkeys(by_name, Mapping)
+    missing = [what for what, kind_of in kinds.items() if not isinstance(state.get(what), kind_of)]
+    if not missing:
+        missing = [f"{what} of '{name}'" for what in by_name for name in state["means"] if name not in state[what]]
+    if missing:
+        raise ValueError(
+            explain(
+                f"The state lacks {' and '.join(sorted(missing))}.",
+                "it is none of a preconditioner, or of an earlier version, which did not save all of it.",
+                "go on with a new preconditioner: it looks at curvature in its first step.",
+            )
+        )
+    strange = sorted(set(state["means"]) - set(params))
     if strange:
         raise ValueError(
             explain(
@@ -55,10 +80,10 @@ def require_fits(
                 "build the same model: its parameters need the same names.",
             )
         )
-    shapes = state.get("shapes", {})  # which earlier versions did not save
+    shapes = state.get("shapes") or {}  # which earlier versions did not save
     other = [
         name
-        for name, means in state.get("means", {}).items()
+        for name, means in state["means"].items()
         if entries_of(means) != params[name].numel() or [*shapes.get(name, params[name].shape)] != [*params[name].shape]
     ]
     if other:
@@ -67,15 +92,6 @@ def require_fits(
                 f"The state has curvature of other sizes than these parameters have: {', '.join(other)}.",
                 "it is that of a model with other layers.",
                 "build the same model: its parameters need the same shapes.",
-            )
-        )
-    missing = {"means", "orders", "looked_at"} - set(state)
-    if missing:
-        raise ValueError(
-            explain(
-                f"The state lacks {' and '.join(sorted(missing))}.",
-                "it is none of a preconditioner, or of an earlier version, which did not save all of it.",
-                "go on with a new preconditioner: it looks at curvature in its first step.",
             )
         )
 

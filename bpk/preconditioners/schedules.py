@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
+from numbers import Real
 from typing import Any
 
 from bpk.jacobians.core.errors import explain
@@ -11,19 +13,22 @@ Schedule = float | Callable[[int], float]
 """A number, or a function of the step (counted from 0)."""
 
 
-def steps_of(interval: float) -> int:
+def steps_of(interval: Any) -> int:
     """An interval in whole steps."""
-    every = int(interval)
-    if every < 1:
+    if not isinstance(interval, Real) or not 1 <= float(interval) < inf:
         raise ValueError(
-            explain(f"An interval of {every} steps is not possible.", "it is at least 1.", "see `intervals`.")
+            explain(
+                f"An interval of {interval!r} steps is not possible.",
+                "something happens in every so manieth step.",
+                "pass a whole number of at least 1, or a function of the step that returns one.",
+            )
         )
-    return every
+    return int(float(interval))
 
 
-def weight_of_past(decay: float) -> float:
+def weight_of_past(decay: Any) -> float:
     """The weight that running means have beside what is new."""
-    if not 0 <= decay <= 1:
+    if isinstance(decay, str) or decay is None or not 0 <= decay <= 1:
         raise ValueError(
             explain(
                 f"decay={decay!r} is no weight of the past.",
@@ -34,9 +39,32 @@ def weight_of_past(decay: float) -> float:
     return decay
 
 
-def require_limit(kl_clip: float, lr: Schedule | None) -> None:
+def rate_of(lr: Any) -> float:
+    """The learning rate."""
+    try:
+        return float(lr)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            explain(
+                f"lr={lr!r} is no learning rate.",
+                "kl_clip= limits the step that the optimizer makes, which it scales.",
+                "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
+            )
+        ) from error
+
+
+def constant(schedule: Schedule, check: Callable[[Any], float]) -> Schedule:
+    """A schedule, of which a number is checked before any step."""
+    if not callable(schedule):
+        check(schedule)
+    return schedule
+
+
+def require_limit(kl_clip: Any, lr: Schedule | None) -> None:
     """Refuse what no step can be shortened to."""
-    if lr is None:
+    if lr is not None:
+        constant(lr, rate_of)
+    else:
         raise ValueError(
             explain(
                 "kl_clip= needs lr=.",
@@ -44,7 +72,7 @@ def require_limit(kl_clip: float, lr: Schedule | None) -> None:
                 "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
             )
         )
-    if not kl_clip > 0:
+    if isinstance(kl_clip, str) or not kl_clip > 0:
         raise ValueError(
             explain(
                 f"kl_clip={kl_clip!r} is no limit.",
@@ -56,7 +84,7 @@ def require_limit(kl_clip: float, lr: Schedule | None) -> None:
 
 def both(intervals: Any) -> tuple[Schedule, Schedule]:
     """The two intervals of a preconditioner that decomposes what it has looked at."""
-    if not isinstance(intervals, Sequence) or len(intervals) != 2:
+    if not isinstance(intervals, Sequence) or isinstance(intervals, str) or len(intervals) != 2:
         raise ValueError(
             explain(
                 f"intervals={intervals!r} are not two.",
@@ -64,4 +92,4 @@ def both(intervals: Any) -> tuple[Schedule, Schedule]:
                 "pass two numbers, or functions of the step, such as intervals=(1, 10).",
             )
         )
-    return intervals[0], intervals[1]
+    return constant(intervals[0], steps_of), constant(intervals[1], steps_of)

@@ -12,7 +12,10 @@ from torch import nn
 
 import bpk
 from bpk import extensions as E
-from bpk.extensions import AxisGram, ProjectedGrad
+from bpk import operators
+from bpk import preconditioners as P
+from bpk.extensions.firstorder.grad_axes import AxisGram
+from bpk.extensions.firstorder.projected_grad import ProjectedGrad
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -89,3 +92,108 @@ def test_what_was_given_is_shown_in_few_words() -> None:
     with pytest.raises(ValueError, match="k must be a whole number") as found:
         bpk.eigenpairs(nn.Linear(5, 3), torch.ones(()), k=torch.ones(1000, 1000))  # type: ignore[arg-type]
     assert len(str(found.value)) < 200
+
+
+class Sum(nn.Module):
+    """One number for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sum()
+
+
+def of_numbers() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(x, torch.tensor(1.0)) for x, _ in batches()]
+
+
+MODEL, MSE = nn.Linear(5, 3), nn.MSELoss()
+OPERATORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no model": (lambda: operators.GGN(None, LOSS, batches()), r"NoneType as model.*\n.*\n.*pass an nn\.Module"),  # type: ignore[arg-type]
+    "a class": (lambda: operators.KFAC(nn.Linear, LOSS, batches()), "the class Linear as model"),  # type: ignore[arg-type]
+    "no loss": (lambda: operators.Hessian(MODEL, None, batches()), "got no loss"),  # type: ignore[arg-type]
+    "no loader": (
+        lambda: operators.Fisher(MODEL, LOSS, None),
+        r"NoneType as loader(?s:.*)one batch \(inputs, targets\)",
+    ),  # type: ignore[arg-type]
+    "a tuple": (
+        lambda: operators.Jacobian(nn.LSTM(5, 3), None, batches(), check_deterministic=False),
+        r"a model that returns tuple\.(?s:.*)wrap it",
+    ),
+    "a number": (
+        lambda: operators.GGN(Sum(), MSE, of_numbers()[0]) @ torch.ones(5),
+        "has no batch axis(?s:.*)use Hessian",
+    ),
+    "a number, empirical": (
+        lambda: operators.EmpiricalFisher(Sum(), MSE, of_numbers()[0]) @ torch.ones(5),
+        "no batch axis",
+    ),
+    "numbers": (lambda: operators.GGN(Sum(), MSE, of_numbers()), "no batch axis(?s:.*)one number per sample"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), OPERATORS.values(), ids=OPERATORS)
+def test_operators(make: Callable[[], Any], message: str) -> None:
+    """Errors of Python's and of torch's."""
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        make()
+
+
+def test_the_hessian_of_a_number() -> None:
+    assert (operators.Hessian(Sum(), MSE, of_numbers()[0]) @ torch.ones(5)).shape == (5,)
+
+
+OPTIONS: list[tuple[type[P.Preconditioner], dict[str, Any], str]] = [
+    (P.KFAC, {"decay": "a"}, "decay='a' is no weight"),
+    (P.KFAC, {"decay": None}, "decay=None is no weight"),
+    (P.KFAC, {"intervals": "ab"}, "intervals='ab' are not two"),
+    (P.KFAC, {"intervals": (0, 1)}, "interval of 0 steps(?s:.*)at least 1"),
+    (P.EKFAC, {"intervals": (1, None)}, "interval of None steps"),
+    (P.EKFAC, {"intervals": ("a", 1)}, "interval of 'a' steps"),
+    (P.EKFAC, {"mc_samples": 1.5}, r"mc_samples must be .*, got 1\.5"),
+    (P.EKFAC, {"mc_samples": 0}, "mc_samples must be .*, got 0"),
+    (P.DiagonalGGN, {"interval": float("nan")}, "interval of nan steps"),
+    (P.DiagonalGGN, {"kl_clip": 1e-3, "lr": "a"}, "lr='a' is no learning rate"),
+    (P.DiagonalGGN, {"kl_clip": "a", "lr": 0.1}, "kl_clip='a' is no limit"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), OPTIONS, ids=lambda x: str(x)[:30])
+def test_options_of_preconditioners(kind: Any, options: dict[str, Any], message: str) -> None:
+    """Errors of Python's, some of them after many steps."""
+    with pytest.raises(ValueError, match=message):
+        kind(nn.Linear(5, 3), **options)
+
+
+@pytest.mark.parametrize("kind", [P.KFAC, P.EKFAC, P.DiagonalGGN])
+def test_states_that_lack_something(kind: Any) -> None:
+    """`KeyError`, with a half of the state taken over."""
+    model, loss_fn = nn.Linear(5, 3), bpk.extend(nn.CrossEntropyLoss())
+    preconditioner, (x, y) = kind(model), batches()[0]
+    with preconditioner:
+        loss_fn(model(x), y).backward()
+    preconditioner.step()
+    state, fresh = preconditioner.state_dict(), kind(model)
+    for part in set(state) - {"of", "shapes"}:
+        for broken in ({k: v for k, v in state.items() if k != part}, state | {part: None}):
+            with pytest.raises(ValueError, match=f"The state lacks {part}"):
+                fresh.load_state_dict(broken)
+            assert not fresh.means and not fresh.steps
+    for part in set(state) & {"inverses", "bases"}:
+        with pytest.raises(ValueError, match=f"The state lacks {part} of 'weight'"):
+            fresh.load_state_dict(state | {part: {"bias": state[part]["bias"]}})
+    with pytest.raises(TypeError, match="The state is NoneType"):
+        fresh.load_state_dict(None)
+    fresh.load_state_dict(state)
+
+
+def test_a_context_inside_of_a_preconditioner() -> None:
+    """Contexts do not add up; the advice was what had been done."""
+    model, loss_fn = nn.Linear(5, 3), bpk.extend(nn.CrossEntropyLoss())
+    preconditioner, (x, y) = P.KFAC(model), batches()[0]
+    with preconditioner, bpk.backpack(E.Variance()):
+        loss_fn(model(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"no other context inside; .* bpk\.backpack\(\*preconditioner\.extensions"):
+        preconditioner.step()
