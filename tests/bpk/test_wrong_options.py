@@ -124,7 +124,7 @@ OPERATORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a number": (
         lambda: operators.GGN(Sum(), MSE, of_numbers()[0]) @ torch.ones(5),
-        "has no batch axis(?s:.*)use Hessian",
+        "no batch axis(?s:.*)Hessian",
     ),
     "a number, empirical": (
         lambda: operators.EmpiricalFisher(Sum(), MSE, of_numbers()[0]) @ torch.ones(5),
