@@ -11,12 +11,13 @@ from bpk.jacobians.core.errors import counted, explain
 
 
 def require(function: str, model: Any, x: Any, **others: Any) -> None:
-    """Refuse what is no model, no batch of real numbers, or no tensor (where given)."""
+    """Refuse what is no model, no batch of real numbers, or no tensor (where it is given, or needed)."""
     if not isinstance(model, nn.Module):
         why = "layers are answered by their rules, which are found by class."
         raise ValueError(wrong(function, "model", model, why, "pass an nn.Module."))
     for name, value in {"x": x, **others}.items():
-        if value is not None and not isinstance(value, Tensor):
+        needed = name == "x" or function == "taylor"
+        if (needed or value is not None) and not isinstance(value, Tensor):
             why = "what is differentiated, and along what, are tensors."
             raise ValueError(wrong(function, name, value, why, f"pass torch.as_tensor({name})."))
     if not x.dim() or not x.is_floating_point():

@@ -13,7 +13,7 @@ from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.random_state import RandomState
-from bpk.kernels.passes import OfGradients, OfRoot, OfSums, run, trained
+from bpk.kernels.passes import OfGradients, OfRoot, OfSums, require_loss, run, trained
 from bpk.sweeps.starts.square_root import columns_at
 
 OF = ("ggn", "ggn_mc", "empirical_fisher")
@@ -67,8 +67,8 @@ def eigenpairs(model: nn.Module, loss: Tensor, k: int = 10, of: str = "ggn", mc_
     """
     if of not in OF:
         raise ValueError(f"of must be one of {OF}, got {of!r}.")
-    positive("k", k)
-    positive("mc_samples", mc_samples)
+    k, mc_samples = positive("k", k), positive("mc_samples", mc_samples)
+    require_loss(loss)
     params, state, draws = trained(model), RandomState.now(loss.device), mc_samples if of == "ggn_mc" else None
     by_gradients = of == "empirical_fisher"
     gram = Gram()

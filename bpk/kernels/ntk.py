@@ -49,6 +49,15 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
     require_tensors("ntk", x1=x1, x2=x1 if x2 is None else x2)
     first = x1 if isinstance(x1, tuple) else (x1,)
     second = None if x2 is None else x2 if isinstance(x2, tuple) else (x2,)
+    if second is not None and [x.dtype for x in first] != [x.dtype for x in second]:
+        kinds = " and ".join(str([str(x.dtype).removeprefix("torch.") for x in batch]) for batch in (first, second))
+        raise ValueError(
+            explain(
+                f"ntk(...) got x1 and x2 of different types: {kinds}.",
+                "both go through the same model.",
+                "convert one of them, as x2.to(x1.dtype), and pass as many tensors for both.",
+            )
+        )
     if second is None or [x.shape[1:] for x in first] == [x.shape[1:] for x in second]:
         found = of_one_form(model, first, second, kind)
     else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.context import backpack
-from bpk.extending import extend
+from bpk.extending import check_module, extend
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
@@ -131,6 +131,7 @@ def require_loss(loss: object) -> None:
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that require gradients, by name."""
+    check_module(model)
     found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise ValueError(

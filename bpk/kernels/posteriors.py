@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from numbers import Real
+from reprlib import repr
 from typing import Any
 
 import torch
@@ -46,6 +48,9 @@ class Diagonal(Posterior):
 
     variances: Mapping[str, Tensor]
 
+    def __post_init__(self) -> None:
+        require_named("variances", self.variances)
+
     @classmethod
     def of(cls, model: nn.Module, field: str, prior_precision: float = 1.0, scale: float = 1.0) -> Diagonal:
         """`1 / (scale h + prior_precision)` with a diagonal `h` in a field of the parameters that have one."""
@@ -71,6 +76,10 @@ class Kronecker(Posterior):
     prior_precision: float = 1.0
     scale: float = 1.0
     damped_factors: bool = False
+
+    def __post_init__(self) -> None:
+        require_matrices("factors", self.factors)
+        require_numbers(prior_precision=self.prior_precision, scale=self.scale)
 
     @classmethod
     def of(cls, model: nn.Module, field: str, prior_precision: float = 1.0, scale: float = 1.0) -> Kronecker:
@@ -110,6 +119,10 @@ class Eigenbases(Posterior):
     bases: Mapping[str, Sequence[Tensor]]
     precisions: Mapping[str, Tensor]
 
+    def __post_init__(self) -> None:
+        require_matrices("bases", self.bases)
+        require_named("precisions", self.precisions, self.bases)
+
     @classmethod
     def of(cls, ekfac: Mapping[str, Eigenbasis], prior_precision: float = 1.0, scale: float = 1.0) -> Eigenbases:
         """`(scale U diag(m) U^T + prior_precision I)^-1`, of what `EKFAC` saves, by the names of parameters."""
@@ -138,6 +151,7 @@ def in_eigenbasis(uses: Uses, bases: Sequence[Tensor], precisions: Tensor) -> Te
                 "pass prior_precision= above zero, and curvature of a GGN that is finite.",
             )
         )
+    bases, precisions = [basis.to(uses.param.dtype) for basis in bases], precisions.to(uses.param.dtype)
     if len(bases) == 1:
         directions = bases[0].T / precisions.sqrt()[:, None]
         rows = uses.along(directions.reshape(-1, *uses.param.shape)).transpose(0, 1)
@@ -162,6 +176,27 @@ class LowRank(Posterior):
     weights: Tensor | None = None
     isotropic: float | Mapping[str, Tensor] = 0.0
 
+    def __post_init__(self) -> None:
+        require_named("directions", self.directions)
+        if isinstance(self.isotropic, Mapping):
+            require_named("isotropic", self.isotropic, self.directions)
+        else:
+            require_numbers(isotropic=self.isotropic)
+        counts = {name: x.shape[:1] for name, x in self.directions.items()}
+        if self.weights is not None:
+            if not isinstance(self.weights, Tensor):
+                raise TypeError(no_tensor("weights", self.weights))
+            counts["weights"] = self.weights.shape
+        if len({*counts.values()}) > 1:
+            found = ", ".join(f"{[*n]} of {name}" for name, n in counts.items())
+            raise ValueError(
+                explain(
+                    f"LowRank(...) got different numbers of directions: {found}.",
+                    "each direction is one of all parameters together, [K, *p] of each, and has one weight.",
+                    "pass as many for all parameters (zeros, where one has no part), and weights [K].",
+                )
+            )
+
     @classmethod
     def of(cls, vectors: Mapping[str, Tensor], values: Tensor, prior_precision: float = 1.0) -> LowRank:
         """The inverse of `prior_precision I + sum_k values_k e_k e_k^T`, for orthonormal `e_k` (`bpk.eigenpairs`)."""
@@ -173,7 +208,7 @@ class LowRank(Posterior):
 
     def along(self, name: str, uses: Uses) -> Tensor:
         """Inner products of rows with the directions."""
-        directions = self.directions[name]
+        directions = self.directions[name].to(uses.param.dtype)
         require_size(name, directions.shape[1:], directions.shape[1:] == uses.param.shape, uses.param)
         return uses.along(directions)
 
@@ -187,7 +222,7 @@ class LowRank(Posterior):
 
     def covariance(self, totals: Mapping[str, Tensor]) -> Tensor:
         rows = totals["along"].transpose(0, 1)  # [N, C, K]
-        found = (rows if self.weights is None else rows * self.weights) @ rows.mT
+        found = (rows if self.weights is None else rows * self.weights.to(rows.dtype)) @ rows.mT
         return found + totals["covariance"] if "covariance" in totals else found
 
 
@@ -202,7 +237,7 @@ def variances_of(name: str, variances: Tensor, param: Tensor) -> Tensor:
                 "invert a precision that is positive: curvature of a GGN, and a prior above zero.",
             )
         )
-    return variances
+    return variances.to(param.dtype)
 
 
 def require_size(name: str, sizes: Sequence[int], fits: bool, param: Tensor) -> None:
@@ -215,6 +250,57 @@ def require_size(name: str, sizes: Sequence[int], fits: bool, param: Tensor) -> 
                 "use fields of this model, by the names of model.named_parameters().",
             )
         )
+
+
+def require_named(what: str, given: Any, names: Iterable[str] = ()) -> None:
+    """Refuse what is no tensor for each of these parameters."""
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            explain(
+                f"{what} is {type(given).__name__}.",
+                "a posterior says what it has of each parameter, by its name.",
+                f"pass a dictionary: {what}={{name: ... for name, p in model.named_parameters()}}.",
+            )
+        )
+    for name in names:
+        if name not in given:
+            raise ValueError(f"{what} has nothing for '{name}': pass a tensor for each parameter that is named.")
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(no_tensor(f"{what}[{name!r}]", x))
+
+
+def require_matrices(what: str, given: Any) -> None:
+    """Refuse what are no one or two square matrices for each parameter."""
+    require_named(what, {name: torch.empty(0) for name in given} if isinstance(given, Mapping) else given)
+    for name, some in given.items():
+        if not isinstance(some, Sequence) or len(some) not in (1, 2) or not all(is_square(x) for x in some):
+            found = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in some]
+            raise ValueError(
+                explain(
+                    f"{what} of '{name}' are {found}.",
+                    "they are square matrices: one for its whole block, or two whose Kronecker product that is.",
+                    f"pass a list: {what}={{name: [G, A]}}.",
+                )
+            )
+
+
+def is_square(x: Any) -> bool:
+    """Whether something is a square matrix."""
+    return isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] == x.shape[1]
+
+
+def require_numbers(**given: Any) -> None:
+    """Refuse what is no number, by its name."""
+    for name, x in given.items():
+        if not isinstance(x, Real) and not (isinstance(x, Tensor) and x.numel() == 1):
+            raise TypeError(f"{name} must be a number, got {repr(x)}.")
+
+
+def no_tensor(what: str, given: Any) -> str:
+    """The refusal of what should be a tensor."""
+    why = "what a posterior has of a parameter is multiplied with its rows, as tensors."
+    return explain(f"{what} is {type(given).__name__}, which is no tensor.", why, "pass torch.as_tensor(...).")
 
 
 def fields(model: nn.Module, field: str) -> dict[str, Any]:

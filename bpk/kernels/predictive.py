@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from bpk.extending import check_module
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
-from bpk.kernels.passes import Inputs, OfRoot, of_outputs, outputs_of
+from bpk.kernels.passes import Inputs, OfRoot, of_outputs, outputs_of, require_tensors
 from bpk.kernels.posteriors import Posterior
 
 
@@ -49,6 +50,8 @@ def predicted(model: nn.Module, x: Inputs, posterior: Posterior) -> tuple[Tensor
                 "pass bpk.kernels.Diagonal({name: variances}), Kronecker or LowRank.",
             )
         )
+    check_module(model)
+    require_tensors("predictive_covariance", x=x)
     params = dict(model.named_parameters())
     unknown = sorted(set(posterior.names) - set(params))
     if unknown or not posterior.names:
