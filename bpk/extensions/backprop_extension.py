@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from reprlib import repr
 from typing import Any
 
 from torch import Tensor, nn
@@ -101,6 +102,8 @@ class BackpropExtension:
     ) -> None:
         if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
             raise ValueError(f"fail_mode must be FAIL_ERROR, FAIL_WARN or FAIL_SILENT, got {fail_mode!r}.")
+        if not isinstance(savefield, str):
+            raise TypeError(f"savefield must be the name of an attribute of parameters, got {repr(savefield)}.")
         if not savefield:
             raise ValueError(
                 explain(

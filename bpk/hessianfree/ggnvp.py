@@ -27,6 +27,14 @@ def ggn_vector_product(
     >>> ggn_vector_product(loss, output, model, torch.tensor([[1.0, 0.0]]))  # 2 X^T X v
     (tensor([[2., 4.]]),)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            explain(
+                f"ggn_vector_product got {type(model).__name__} as model.",
+                "the product is with respect to its parameters.",
+                "pass an nn.Module; of a list of parameters, ggn_vector_product_from_plist takes it.",
+            )
+        )
     return ggn_vector_product_from_plist(
         loss, output, [p for p in model.parameters() if p.requires_grad], vlist, detach=detach
     )
@@ -59,7 +67,16 @@ def ggn_vector_product_from_plist(
     >>> ggn_vector_product_from_plist((output**2).sum(), output, [w], [torch.ones(2)])  # (2 w) 2 (2 w) v
     (tensor([ 8., 72.]),)
     """
-    plist = as_list(plist)
+    plist = as_list(plist, "ggn_vector_product", "parameters")
+    loss, output = as_list([loss, output], "ggn_vector_product", "loss and output")
+    if loss.numel() != 1:
+        raise ValueError(
+            explain(
+                f"ggn_vector_product got a loss of shape {list(loss.shape)}.",
+                "only a scalar has a GGN.",
+                "pass the loss first, then the output: ggn_vector_product(loss, output, model, v).",
+            )
+        )
     vlist = as_vectors(vlist, plist, "parameters", "ggn_vector_product")
     gradient = gradient_of(loss, output)
     pushed = jacobian_vector_product(output, plist, vlist, detach=detach)

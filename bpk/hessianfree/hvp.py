@@ -34,7 +34,8 @@ def hessian_vector_product(
     (tensor([  6., 120.]),)
     """
     where = "hessian_vector_product"
-    params = as_list(params)
+    params = as_list(params, where, "parameters")
+    [f] = as_list([f], where, "function")
     v = as_vectors(v, params, "parameters", where)
     if f.numel() != 1:
         raise ValueError(

@@ -25,8 +25,9 @@ def L_op(ys: Tensors, xs: Tensors, ws: Tensors, retain_graph: bool = True, detac
     >>> L_op(x**2, x, torch.tensor([1.0, 10.0]))
     (tensor([ 2., 40.]),)
     """
-    ys, xs = as_list(ys), as_list(xs)
-    ws = as_vectors(ws, ys, "functions", "transposed_jacobian_vector_product")
+    where = "transposed_jacobian_vector_product"
+    ys, xs = as_list(ys, where, "functions"), as_list(xs, where, "variables")
+    ws = as_vectors(ws, ys, "functions", where)
     return derivatives(ys, xs, ws, create_graph=not detach, retain_graph=retain_graph)
 
 

@@ -33,8 +33,9 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
     >>> R_op([x**2, x.sum()], x, torch.tensor([1.0, 10.0]))
     (tensor([ 2., 40.]), tensor(11.))
     """
-    ys, xs = as_list(ys), as_list(xs)
-    vs = as_vectors(vs, xs, "variables", "jacobian_vector_product")
+    where = "jacobian_vector_product"
+    ys, xs = as_list(ys, where, "functions"), as_list(xs, where, "variables")
+    vs = as_vectors(vs, xs, "variables", where)
     ws = [placeholder(y) for y in ys]
     pulled = derivatives(ys, xs, ws, create_graph=True)
     return derivatives(pulled, ws, vs, create_graph=not detach, retain_graph=retain_graph)

@@ -16,14 +16,25 @@ Tensors = Tensor | Iterable[Tensor]
 """One tensor, or several."""
 
 
-def as_list(tensors: Tensors) -> list[Tensor]:
-    """One tensor as a list of one; several as a list."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def as_list(tensors: Tensors, where: str = "A product", what: str = "vectors") -> list[Tensor]:
+    """One tensor as a list of one; several as a list. Refuses what are none."""
+    given = [tensors] if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable) else list(tensors)
+    for x in given:
+        if not isinstance(x, Tensor):
+            of = f"{type(tensors).__name__} with " if x is not tensors else ""
+            raise TypeError(
+                explain(
+                    f"{where} got {of}{type(x).__name__} as {what}.",
+                    "derivatives are those of tensors, with respect to tensors.",
+                    "pass one tensor, or a list of several, such as list(model.parameters()).",
+                )
+            )
+    return given
 
 
 def as_vectors(given: Tensors, like: Sequence[Tensor], what: str, where: str) -> list[Tensor]:
     """`given` as a list that matches `like` in number and shapes, or a refusal that says what does not match."""
-    vectors = as_list(given)
+    vectors = as_list(given, where, "vectors")
     if len(vectors) != len(like):
         raise ValueError(
             explain(

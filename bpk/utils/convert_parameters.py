@@ -32,8 +32,10 @@ def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[
     >>> vector_to_parameter_list(torch.arange(3), torch.nn.Linear(2, 1).parameters())
     [tensor([[0, 1]]), tensor([2])]
     """
-    shapes = [p.shape for p in parameters]
+    shapes = [p.shape for p in listed("vector_to_parameter_list", parameters)]
     total = sum(shape.numel() for shape in shapes)
+    if not isinstance(vec, Tensor):
+        raise TypeError(f"vector_to_parameter_list got {type(vec).__name__} as vector: pass torch.as_tensor(vec).")
     if vec.shape != (total,):
         raise ValueError(
             explain(
@@ -53,4 +55,20 @@ def parameter_list_to_vector(tensors: Iterable[Tensor]) -> Tensor:
     >>> parameter_list_to_vector([torch.tensor([[0, 1], [2, 3]]).T, torch.tensor([4])])
     tensor([0, 2, 1, 3, 4])
     """
-    return torch.cat([t.reshape(-1) for t in tensors])
+    parts = [t.reshape(-1) for t in listed("parameter_list_to_vector", tensors)]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def listed(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors as a list; refuses a model in their place, and what is none."""
+    found = list(tensors) if isinstance(tensors, Iterable) else [tensors]
+    for x in found:
+        if not isinstance(x, Tensor) or x is tensors:
+            raise TypeError(
+                explain(
+                    f"{function} got {type(x).__name__} in the place of parameters.",
+                    "it takes several tensors, in an order.",
+                    "pass a list, or model.parameters().",
+                )
+            )
+    return found

@@ -10,8 +10,9 @@ and inverses then never build it densely.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
 
-Shift = float | Sequence[float] | None
+Shift = float | Sequence[float] | Tensor | None
 """What is added to the diagonals of the factors: one number for all, one for each, or nothing."""
 
 
@@ -44,6 +45,7 @@ def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
             [0., 0., 1., 1.],
             [0., 0., 2., 2.]])
     """
+    A, B = checked_matrices(A, B)
     return torch.kron(dense(A), dense(B))
 
 
@@ -83,8 +85,18 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
     >>> apply_kfac_mat_prod([2 * torch.eye(2), torch.ones(3, 3)], torch.ones(6, 1)).T
     tensor([[6., 6., 6., 6., 6., 6.]])
     """
-    sizes = [f.shape[-1] for f in checked(factors)]
+    factors = checked(factors)
+    sizes = [f.shape[-1] for f in factors]
     total = torch.Size(sizes).numel()
+    if not isinstance(mat, Tensor) or {mat.dtype} != {f.dtype for f in factors}:
+        got = f"a tensor of {mat.dtype}" if isinstance(mat, Tensor) else type(mat).__name__
+        raise TypeError(
+            explain(
+                f"A Kronecker product of {', '.join(str(f.dtype) for f in factors)} cannot multiply {got}.",
+                "factors and vectors are tensors of one type.",
+                f"pass a tensor [{total}] or [{total}, V]; mat.to(factors[0].dtype) converts one.",
+            )
+        )
     if mat.dim() not in (1, 2) or mat.shape[0] != total:
         raise ValueError(
             explain(
@@ -98,8 +110,8 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
     for axis, factor in enumerate(factors):
         moved = columns.movedim(axis, 0)
         product = factor @ moved.reshape(moved.shape[0], -1)
-        columns = product.reshape(-1, *moved.shape[1:]).movedim(0, axis)
-    return columns.reshape(-1, *mat.shape[1:])
+        columns = product.reshape(len(factor), *moved.shape[1:]).movedim(0, axis)
+    return columns.reshape(total, *mat.shape[1:])
 
 
 def inv_kfac_mat_prod(factors: Sequence[Tensor], shift: Shift = None) -> Callable[[Tensor], Tensor]:
@@ -137,7 +149,18 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
     >>> inv_kfacs([torch.eye(1), torch.zeros(1, 1)], shift=[1.0, 4.0])
     [tensor([[0.5000]]), tensor([[0.2500]])]
     """
-    shifts = shift if isinstance(shift, Sequence) else [shift] * len(factors)
+    factors = checked(factors)
+    if isinstance(shift, Tensor):
+        shift = shift.tolist()
+    shifts = shift if isinstance(shift, Sequence) and not isinstance(shift, str) else [shift] * len(factors)
+    if not all(s is None or isinstance(s, Real) for s in shifts):
+        raise TypeError(
+            explain(
+                f"inv_kfacs got shift={shift!r}.",
+                "it is added to the diagonals of the factors.",
+                "pass one number for all factors, or one for each.",
+            )
+        )
     if len(shifts) != len(factors):
         raise ValueError(
             explain(
@@ -146,7 +169,7 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
                 "pass one number for all factors, or one for each.",
             )
         )
-    return [inverse(f, 0.0 if s is None else s) for f, s in zip(checked(factors), shifts, strict=True)]
+    return [inverse(f, 0.0 if s is None else s) for f, s in zip(factors, shifts, strict=True)]
 
 
 def inverse(factor: Tensor, shift: float) -> Tensor:
@@ -209,16 +232,26 @@ def dense(factor: Tensor) -> Tensor:
 
 def checked(factors: Sequence[Tensor]) -> list[Tensor]:
     """The factors, if they are at least one square matrix."""
-    shapes = [list(f.shape) for f in factors]
-    if not factors or not all(is_matrix(f) and f.shape[0] == f.shape[1] for f in factors):
+    given = [*factors] if isinstance(factors, Iterable) and not isinstance(factors, Tensor) else [factors]
+    shapes = [list(f.shape) if isinstance(f, Tensor) else type(f).__name__ for f in given]
+    one = isinstance(factors, Tensor)  # whose rows would be taken for factors
+    if one or not given or not all(isinstance(f, Tensor) and is_matrix(f) and f.shape[0] == f.shape[1] for f in given):
         raise ValueError(
             explain(
-                f"Kronecker factors must be square matrices, got shapes {shapes}.",
+                f"Kronecker factors must be square matrices, got {'one tensor, of ' * one}shapes {shapes}.",
                 "a Kronecker-factored block of curvature is a product of at least one.",
-                "pass what KFAC saves: parameter.kfac.",
+                "pass a list, such as what KFAC saves: parameter.kfac.",
             )
         )
-    return list(factors)
+    return given
+
+
+def checked_matrices(*matrices: Tensor) -> Sequence[Tensor]:
+    """The same tensors, if they are matrices."""
+    if not all(isinstance(f, Tensor) and is_matrix(f) for f in matrices):
+        found = [list(f.shape) if isinstance(f, Tensor) else type(f).__name__ for f in matrices]
+        raise ValueError(f"two_kfacs_to_mat takes two matrices, got {found}.")
+    return matrices
 
 
 def is_matrix(tensor: Tensor) -> bool:

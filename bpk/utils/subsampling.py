@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from reprlib import repr
 
 import torch
 from torch import Tensor
@@ -20,7 +21,19 @@ def subsample(tensor: Tensor, dim: int = 0, subsampling: Sequence[int] | None = 
     """
     if subsampling is None:
         return tensor
-    index = torch.as_tensor(subsampling, dtype=torch.long, device=tensor.device)
+    try:
+        index = torch.as_tensor(subsampling, device=tensor.device)
+    except (TypeError, ValueError, RuntimeError):
+        index = tensor.new_ones(1, dtype=torch.bool)
+    if index.numel() and (index.dtype is torch.bool or index.is_floating_point()):
+        raise TypeError(
+            explain(
+                f"subsample got {repr(subsampling)} as indices.",
+                "each index names one sample of the batch; a mask, or a share of the batch, is none.",
+                "pass whole numbers from 0 to N - 1; of a mask, mask.nonzero().flatten().",
+            )
+        )
+    index = index.long()
     size = tensor.shape[dim]
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
         raise IndexError(

@@ -16,6 +16,7 @@ from bpk import operators
 from bpk import preconditioners as P
 from bpk.extensions.firstorder.grad_axes import AxisGram
 from bpk.extensions.firstorder.projected_grad import ProjectedGrad
+from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -194,3 +195,33 @@ def test_a_context_inside_of_a_preconditioner() -> None:
         loss_fn(model(x), y).backward()
     with pytest.raises(RuntimeError, match=r"no other context inside; .* bpk\.backpack\(\*preconditioner\.extensions"):
         preconditioner.step()
+
+
+EXTENSIONS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: E.HBP(loss_hessian_strategy="draws"), r"must be one of LossHessianStrategy\.EXACT, .*, got 'draws'"),  # type: ignore[arg-type]
+    (lambda: E.HBP(backprop_strategy=None), "backprop_strategy must be one of"),  # type: ignore[arg-type]
+    (lambda: E.HBP(curv_type="fisher"), "curv_type must be one of"),  # type: ignore[arg-type]
+    (lambda: E.HBP(ea_strategy=3), "ea_strategy must be one of"),  # type: ignore[arg-type]
+    (lambda: E.EKFLR(bases=[]), r"bases=\[\] says nothing of parameters"),  # type: ignore[arg-type]
+    (lambda: BatchKFLR(groups=2), "groups must list the samples"),  # type: ignore[arg-type]
+    (lambda: E.WeightedGrad("x"), "weights must be numbers, .*, got 'x'"),  # type: ignore[arg-type]
+    (lambda: E.HMP(savefield=torch.ones(2)), "savefield must be the name"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("make", "message"), EXTENSIONS, ids=lambda x: str(x)[:30])
+def test_options_of_extensions(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_strategies_by_their_values() -> None:
+    """`"sampling"` was taken for exact, and `"sqrt"` for an average over the batch."""
+    assert E.HBP(loss_hessian_strategy="sampling").get_num_mc_samples() == 1  # type: ignore[arg-type]
+    model, loss_fn = bpk.extend(nn.Linear(5, 3)), bpk.extend(nn.CrossEntropyLoss())
+    (x, y), found = batches()[0], []
+    for extension in (E.KFLR(), E.HBP(loss_hessian_strategy="exact", backprop_strategy="sqrt", savefield="kflr")):  # type: ignore[arg-type]
+        with bpk.backpack(extension):
+            loss_fn(model(x), y).backward()
+        found.append([factor.clone() for factor in bpk.fields_of(model.weight).kflr])
+    torch.testing.assert_close(*found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from reprlib import repr
 
 import torch
 from torch import Tensor
@@ -106,7 +107,11 @@ class WeightedGrad(GradientExtension):
         self.fail_mode = FAIL_ERROR  # a parameter that is left out would be missing in the norm
         one_of("per", per, "sample", "layer")
         one_of("loss_reduction", loss_reduction, "mean", "sum")
-        self.weights = weights if callable(weights) else torch.as_tensor(weights)
+        try:
+            self.weights = weights if callable(weights) else torch.as_tensor(weights)
+        except (TypeError, ValueError, RuntimeError) as error:
+            what = f"weights must be numbers, one for each sample, or a function of norms, got {repr(weights)}."
+            raise TypeError(what) from error
         self.per, self.loss_reduction = per, loss_reduction
         self.needs_total = callable(weights) and per == "sample"
         self.over_batches = WeightedByNorm(loss_reduction) if callable(weights) else ONE_BATCH

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from reprlib import repr
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ class BatchKFLR(SquareRootExtension):
 
     def __init__(self, groups: Groups | None = None, subsampling: Sequence[int] | None = None) -> None:
         super().__init__(subsampling)
+        if groups is not None and not isinstance(groups, Iterable):
+            raise TypeError(f"groups must list the samples of each group, as [[0, 1], [2]], got {repr(groups)}.")
         self.groups = None if groups is None else tuple(of_group(group, k) for k, group in enumerate(groups))
         if self.groups is not None:
             if not self.groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from reprlib import repr
 
 from torch import Tensor
 
@@ -67,6 +68,14 @@ class EKFLR(SquareRootExtension):
 
     def __init__(self, subsampling: Sequence[int] | None = None, bases: Bases | None = None) -> None:
         super().__init__(subsampling)
+        if bases is not None and not (isinstance(bases, Mapping) and all(isinstance(p, Tensor) for p in bases)):
+            raise TypeError(
+                explain(
+                    f"bases={repr(bases)} says nothing of parameters.",
+                    "each parameter has its own.",
+                    "pass a dictionary from parameters to their bases, as bpk.utils.ekfac.bases_of(model, factors).",
+                )
+            )
         self.given = None if bases is None else [list(mine) for mine in bases.values()]
         self.numbers = {param: number for number, param in enumerate(bases or ())}
         if self.given is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from reprlib import repr
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from bpk.sweeps.averaged.hessian import AveragedHessian
 from bpk.sweeps.averaged.matrices import Averaged
 from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
+
+Member = TypeVar("Member", bound=Enum)
 
 
 class LossHessianStrategy(Enum):
@@ -50,6 +54,15 @@ NOT_A_SUM = (
     "its recursion is averaged over the batch at every layer, so that the factors of batches do not make those of one "
     "large batch"
 )
+
+
+def member(option: str, kind: type[Member], given: Any) -> Member:
+    """One of an enumeration, also by its value; anything else would be taken for the other way."""
+    try:
+        return kind(given)
+    except ValueError as error:
+        known = ", ".join(f"{kind.__name__}.{one.name}" for one in kind)
+        raise ValueError(f"{option} must be one of {known}, got {repr(given)}.") from error
 
 
 class HBP(SecondOrderBackpropExtension):
@@ -105,6 +118,10 @@ class HBP(SecondOrderBackpropExtension):
         subsampling: Sequence[int] | None = None,
     ) -> None:
         super().__init__(savefield, subsampling=subsampling)
+        curv_type = member("curv_type", Curvature, curv_type)
+        loss_hessian_strategy = member("loss_hessian_strategy", LossHessianStrategy, loss_hessian_strategy)
+        backprop_strategy = member("backprop_strategy", BackpropStrategy, backprop_strategy)
+        ea_strategy = member("ea_strategy", ExpectationApproximation, ea_strategy)
         if curv_type is not Curvature.GGN and backprop_strategy is BackpropStrategy.SQRT:
             raise ValueError(
                 explain(
