@@ -26,7 +26,10 @@ def tokens_at(key: Hashable) -> Tokens:
 
 def in_order(uses: Uses, rows: Tensor) -> Tensor:
     """Rows `[V, N, ...]` of tokens that have one column each as `[N, T, ...]`: zero where other columns were before."""
-    before = tokens_at(uses.keys[0]).start
+    before, keys = tokens_at(uses.keys[0]).start, uses.keys
+    if any(tokens.start == tokens.stop for tokens in map(tokens_at, keys)):  # a column of zeros, for a loss without any
+        parts = zip(map(tokens_at, keys), rows.split([uses.columns_of(key) for key in keys]), strict=True)
+        rows = torch.cat([part[: tokens.stop - tokens.start] for tokens, part in parts])
     return (torch.cat([rows.new_zeros(before, *rows.shape[1:]), rows]) if before else rows).transpose(0, 1)
 
 
@@ -37,10 +40,12 @@ def by_token(uses: Uses, of: Callable[[Uses], Tensor], at_once: int | None = Non
     for key in uses.keys:
         start, stop = tokens_at(key)
         columns = uses.columns_of(key)
-        each = columns // (stop - start)
+        each = columns // max(1, stop - start) or 1  # where predictions have no entries, a column of zeros
         for k in range(0, columns, some := at_once or each):
             part, token = of(uses.of_columns(key, slice(k, k + some))), start + k // each
             found = part.new_zeros(len(part), last, *part.shape[1:]) if found is None else found
+            if start == stop:
+                continue
             if torch.is_grad_enabled():
                 found = found.index_add(1, torch.tensor([token], device=part.device), part[:, None])
             else:

@@ -45,6 +45,8 @@ class OutputDiagJTJExact(SquareRootExtension):
 
     def value(self, uses: Uses) -> Tensor:
         each = [(key, k) for key in uses.keys for k in range(uses.columns_of(key))]
+        if not each:  # predictions without entries
+            return uses.param.new_zeros(0, *uses.param.shape)
         return torch.stack([uses.of_columns(key, slice(k, k + 1)).squared_sum() for key, k in each])
 
     def combine(self, before: Tensor, value: Tensor) -> Tensor:

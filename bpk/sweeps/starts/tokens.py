@@ -6,6 +6,7 @@ A token is a row of the prediction, or a position in it, where the loss adds up 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -67,7 +68,9 @@ class TokenColumns(ColumnSweep):
         return False  # also of a square root: columns tell tokens apart
 
     def no_entries(self, loss: Step) -> list[StartingColumns]:
-        return []  # there are no tokens
+        (zeros,) = super().no_entries(loss)
+        assert isinstance(zeros, LazyColumns)
+        return [replace(zeros, name=Tokens(self.before - numbered(loss)[1], self.before))]
 
     def at_loss(self, step: Step) -> list[StartingColumns]:
         columns, (number, count) = self.columns(step), numbered(step)

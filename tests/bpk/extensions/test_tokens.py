@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import bpk
 from bpk import extensions as E
 from bpk.costing.allocated import allocated
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.registry import every_extension
 from bpk.fields.rows import Rows
 from bpk.jacobians.attention.layer import AttentionLayer
 from bpk.jacobians.core.errors import UnsupportedLayer
@@ -366,3 +368,48 @@ def test_verify_finds_mistakes() -> None:
     model, tokens, y = problem("attention, extra axis")
     assert bpk.verify(model, nn.CrossEntropyLoss(), tokens, y, *(make() for make in EXACT))
     assert not bpk.verify(model, nn.CrossEntropyLoss(), tokens, y, Exchanged())
+
+
+class ByToken(nn.Module):
+    """So many outputs for each token."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(5, 4), nn.Linear(4, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
+WITHOUT = [e for e in every_extension() if type(e).__name__.startswith(("Token", "OutputDiag"))]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("extension", WITHOUT, ids=str)
+@pytest.mark.parametrize(("outputs", "tokens"), [(0, 7), (3, 0)])
+def test_predictions_without_entries(extension: Any, outputs: int, tokens: int) -> None:
+    """`Nothing was backpropagated`, or an error of torch's."""
+    model, loss_fn = bpk.extend(ByToken(outputs)), bpk.extend(nn.MSELoss(reduction="sum"))
+    with bpk.backpack(extension):
+        output = model(torch.randn(4, tokens, 5))
+        loss_fn(output, torch.zeros_like(output)).backward()
+    found = vars(model.inner.weight)[extension.savefield]
+    assert found.shape[:2] == ((0, 4) if "Output" in str(extension) else (4, tokens))
+    assert not found.any()
+
+
+@pytest.mark.parametrize("extension", WITHOUT, ids=str)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_loss_without_tokens_beside_another(extension: Any, first: bool) -> None:
+    torch.manual_seed(0)
+    model, losses = bpk.extend(ByToken(3)), [bpk.extend(nn.MSELoss(reduction="sum")) for _ in range(2)]
+    x, found = torch.randn(4, 5, 5), []
+    for parts in ([x], [x[:, :0], x] if first else [x, x[:, :0]]):
+        with bpk.backpack(extension):
+            values = [
+                loss(out := model(part), torch.zeros_like(out)) for loss, part in zip(losses, parts, strict=False)
+            ]
+            torch.manual_seed(1)
+            torch.stack(values).sum().backward()
+        found.append(vars(model.inner.weight)[extension.savefield].clone())
+    torch.testing.assert_close(*found)
