@@ -107,20 +107,20 @@ def check_options(**options: object) -> None:
             )
 
 
-def check_module(module: object) -> None:
+def check_module(module: object, function: str = "extend") -> None:
     """Refuse what cannot be extended, before anything is changed."""
     if isinstance(module, type) and issubclass(module, nn.Module):
         raise ValueError(
             explain(
-                f"extend(...) got the module class {module.__name__} instead of an instance.",
+                f"{function}(...) got the module class {module.__name__} instead of an instance.",
                 "only an instance has parameters and a forward pass.",
-                f"write bpk.extend({module.__name__}(...)).",
+                f"write bpk.{function}({module.__name__}(...)).",
             )
         )
     if not isinstance(module, nn.Module):
         raise ValueError(
             explain(
-                f"extend(...) got {type(module).__name__}, which is no module (nn.Module).",
+                f"{function}(...) got {type(module).__name__}, which is no module (nn.Module).",
                 "forward hooks exist on modules only.",
                 "wrap a function into an nn.Module; for a loss function use its class, such as nn.CrossEntropyLoss().",
             )
@@ -222,6 +222,7 @@ def memory_cleanup(module: nn.Module) -> None:
     >>> "output" in vars(layer)
     False
     """
+    check_module(module, "memory_cleanup")
     for child in module.modules():
         forget(child)
         child.__dict__.pop(BEFORE, None)  # of a forward pass that has failed

@@ -61,7 +61,10 @@ class Cost(Tabular):
         return self.rows[-1]
 
     def __getitem__(self, quantity: str) -> Estimate:
-        return {row.quantity: row for row in self.rows}[quantity]
+        known = {row.quantity: row for row in self.rows}
+        if quantity not in known:
+            raise KeyError(f"{quantity!r} was not measured: {', '.join(known)}.")
+        return known[quantity]
 
     def table(self) -> Table:
         head = ["quantity", "time", "x gradient", "peak memory", "kept", "columns", "rounds"]
@@ -139,6 +142,8 @@ def cost(
     """
     for extension in extensions:
         check_extension(extension)
+    if not callable(clock):
+        raise TypeError(f"clock must be a function that tells seconds, such as time.process_time, got {clock!r}.")
     devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
     limits = {"chunk_size": chunk_size, "memory": memory}
     with undisturbed(None, devices):

@@ -132,6 +132,7 @@ class SubBatches:
                 peak, kept = allocated(works[-1], self.device)
             except Exception as error:
                 if context is None:
+                    self.require_pass()
                     raise ValueError(not_cut(count, f"the model fails with them: {error}")) from error
                 raise
             if context is None:
@@ -143,6 +144,19 @@ class SubBatches:
         seconds = self.timed(works)
         self.forget()
         return [replace(one, seconds=typical) for one, typical in zip(found, seconds, strict=True)]
+
+    def require_pass(self) -> None:
+        """Refuse a batch that cannot pass as it is."""
+        try:
+            self.passing(self.problem, disable())()
+        except Exception as error:  # whatever the user's model or loss raises
+            raise ValueError(
+                explain(
+                    f"bpk.cost(...): a forward and backward pass of the batch fails: {str(error).rstrip('.')}.",
+                    "time and memory are those of loss(model(inputs), targets).backward(), on copies.",
+                    "pass what this runs with: a loss that is a scalar, its targets, and parameters that are trained.",
+                )
+            ) from error
 
     def timed(self, works: Sequence[Callable[[], None]]) -> list[float]:
         """The median time of each, in turns, so that what else the machine does falls on all of them.

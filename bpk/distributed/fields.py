@@ -54,7 +54,7 @@ def all_reduce(
     ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
     >>> bpk.distributed.all_reduce(model, *extensions)  # in one process, nothing happens
     """
-    rules = {e.savefield: rule_of(e, batch_averages) for e in extensions}
+    rules = {e.savefield: rule for e, rule in [(e, rule_of(e, batch_averages)) for e in extensions]}
     require_divisor(divisor)
     if not are_several(group):
         return
@@ -145,6 +145,14 @@ def rule_of(
     do: str = "use another quantity.",
 ) -> OverBatches:
     """How an extension's fields add up over batches; what is `refused` does not."""
+    if not isinstance(extension, BackpropExtension):
+        raise ValueError(
+            explain(
+                f"{extension!r} is no extension.",
+                "fields are those of the extensions of a backward pass.",
+                "pass what backpack(...) was given: instances, such as KFAC().",
+            )
+        )
     rule, reason = extension.over_batches, ""
     if extension.has_module_extensions:
         reason = "nothing tells how what a hand-written module extension returns adds up"

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Arguments:
     @classmethod
     def of(cls, inputs: Any, axis: int, model: nn.Module) -> Arguments:
         """From a tensor, a sequence of positional, or a mapping of named arguments, for the model."""
+        if not isinstance(axis, Integral):
+            raise TypeError(f"batch_axis must be the number of an axis, got {axis!r}.")
         named = dict(inputs) if isinstance(inputs, Mapping) else {}
         require_names(model, named)
         args = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -51,7 +54,15 @@ class Arguments:
                     "pass a tensor, a tuple of the arguments of forward(), or a dict of named ones; see batch_axis=.",
                 )
             )
-        return cls(args, named, axis, sizes[0])
+        if not sizes[0]:
+            raise ValueError(
+                explain(
+                    f"The batch is empty: the first input has no entries along axis {axis}.",
+                    "quantities are those of samples.",
+                    "pass some samples; see batch_axis=.",
+                )
+            )
+        return cls(args, named, int(axis), sizes[0])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Arguments:
         """The same arguments with tensors replaced."""

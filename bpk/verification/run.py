@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from bpk.context import check_extension
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.extensions.options import positive, seeding
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.errors import explain
 from bpk.verification.assemble import rows
@@ -22,6 +24,17 @@ from bpk.verification.whole_model import OF_MODELS, OfModel, of_models
 
 FUNCTIONS = (*DERIVATIVES, *OF_MODELS)
 """Quantities that are named by functions, and not by extensions."""
+
+
+def effort_of(entries: int, samples: int, passes: int, memory: float, rtol: float | None, atol: float | None) -> Effort:
+    """How much is compared, of options that make sense: of nothing, or with no tolerance, nothing would be told."""
+    for name, number in {"rtol": rtol, "atol": atol}.items():
+        if number is not None and not (isinstance(number, Real) and number >= 0):
+            raise ValueError(f"{name} must be a number of at least 0, or None, got {number!r}.")
+    if not (isinstance(memory, Real) and memory > 0):
+        raise ValueError(f"memory must be a positive number of GiB, got {memory!r}.")
+    counts = positive("entries", entries), positive("samples", samples), positive("passes", passes)
+    return Effort(*counts, memory, rtol, atol)
 
 
 def verify(
@@ -121,7 +134,10 @@ def verify(
     devices = [p.device for p in model.parameters()] if isinstance(model, nn.Module) else []
     found: list[Row] = []
     gradients = 0
-    effort = Effort(entries, samples, passes, memory, rtol, atol)
+    seed = seeding(seed)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a type of real numbers, such as torch.float64, or None, got {dtype!r}.")
+    effort = effort_of(entries, samples, passes, memory, rtol, atol)
     with undisturbed(dtype, devices):
         if wanted:
             problem = Problem.of(model, loss, inputs, targets, dtype, batch_axis, seed)

@@ -225,3 +225,46 @@ def test_strategies_by_their_values() -> None:
             loss_fn(model(x), y).backward()
         found.append([factor.clone() for factor in bpk.fields_of(model.weight).kflr])
     torch.testing.assert_close(*found)
+
+
+def of(function: Callable[..., Any], *more: Any, **options: Any) -> Callable[[], Any]:
+    x, y = batches()[0]
+    return lambda: function(nn.Linear(5, 3), LOSS, x, y, E.KFAC(), *more, **options)
+
+
+CHECKS: list[tuple[Callable[[], Any], str]] = [
+    (of(bpk.verify, entries=0), "entries must be .*, got 0"),
+    (of(bpk.verify, samples=-1), "samples must be .*, got -1"),
+    (of(bpk.verify, passes="a"), "passes must be .*, got 'a'"),
+    (of(bpk.verify, memory="4GB"), "memory must be .*, got '4GB'"),
+    (of(bpk.verify, rtol=-1), "rtol must be .*, got -1"),
+    (of(bpk.verify, atol="a"), "atol must be .*, got 'a'"),
+    (of(bpk.verify, seed="a"), "seed must be .*, got 'a'"),
+    (of(bpk.verify, dtype="float64"), "dtype must be .*, got 'float64'"),
+    (of(bpk.verify, dtype=torch.int32), r"dtype must be .*, got torch\.int32"),
+    (of(bpk.verify, batch_axis="a"), "batch_axis must be .*, got 'a'"),
+    (of(bpk.cost, clock=3), "clock must be a function"),
+    (lambda: bpk.memory_cleanup(None), r"memory_cleanup\(\.\.\.\) got NoneType"),  # type: ignore[arg-type]
+    (lambda: bpk.distributed.all_reduce(nn.Linear(5, 3), E.KFAC), "is no extension(?s:.*)instances"),  # type: ignore[arg-type]
+    (lambda: bpk.distributed.gather(nn.Linear(5, 3), E.BatchGrad), "is no extension"),  # type: ignore[arg-type]
+    (lambda: bpk.verify(nn.Linear(5, 3), LOSS, torch.ones(0, 5), torch.ones(0)), "The batch is empty"),
+    (lambda: bpk.cost(nn.Linear(5, 3), LOSS, torch.ones(64, 5), None), "pass of the batch fails(?s:.*)its targets"),
+    (
+        lambda: bpk.cost(nn.Linear(5, 3).requires_grad_(False), LOSS, torch.ones(64, 5), torch.ones(64).long()),
+        "pass of the batch fails(?s:.*)parameters that are trained",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CHECKS, ids=lambda x: str(x)[:30])
+def test_options_of_checks(call: Callable[[], Any], message: str) -> None:
+    """Errors of Python's; with no entries, and negative tolerances, there was a result."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_numbers_of_numpy_in_checks() -> None:
+    x, y = batches()[0]
+    one = np.int64(1)
+    found = bpk.verify(nn.Linear(5, 3), LOSS, x, y, E.BatchGrad(), entries=one, samples=one, seed=one, passes=one)
+    assert found
