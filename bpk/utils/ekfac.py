@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
 from bpk.utils.damped import eigenvectors, times_in_bases
-from bpk.utils.kroneckers import dense, is_diagonal, kfacs_to_mat
+from bpk.utils.kroneckers import checked, dense, is_diagonal, kfacs_to_mat
 
 
 class Eigenbasis(NamedTuple):
@@ -27,6 +28,22 @@ class Eigenbasis(NamedTuple):
     moments: Tensor
 
 
+def checked_block(ekfac: Eigenbasis) -> Eigenbasis:
+    """The same, if it is one, with a moment for each pair of directions: others would be broadcast."""
+    if not isinstance(ekfac, Eigenbasis) or list(ekfac.moments.shape) != [len(basis) for basis in ekfac.bases]:
+        what = type(ekfac).__name__
+        if isinstance(ekfac, Eigenbasis):
+            what = f"bases of {[len(basis) for basis in ekfac.bases]} with moments {list(ekfac.moments.shape)}"
+        raise TypeError(
+            explain(
+                f"An eigenvalue-corrected block was expected, got {what}.",
+                "it has bases of Kronecker factors, and moments in them, one for each of their products.",
+                "pass what EKFAC saves, parameter.ekfac, or kfacs_to_ekfac(parameter.kfac).",
+            )
+        )
+    return ekfac
+
+
 def ekfac_to_mat(ekfac: Eigenbasis) -> Tensor:
     """The matrix `U diag(m) U^T` `[P, P]`, dense.
 
@@ -35,6 +52,7 @@ def ekfac_to_mat(ekfac: Eigenbasis) -> Tensor:
     tensor([[3., 0.],
             [0., 4.]])
     """
+    ekfac = checked_block(ekfac)
     basis = kfacs_to_mat(ekfac.bases)
     return (basis * ekfac.moments.flatten()) @ basis.T
 
@@ -46,7 +64,8 @@ def ekfac_mat_prod(ekfac: Eigenbasis) -> Callable[[Tensor], Tensor]:
     >>> ekfac_mat_prod(Eigenbasis([torch.eye(2)], torch.tensor([3.0, 4.0])))(torch.ones(2))
     tensor([3., 4.])
     """
-    return lambda mat: times_in_bases(ekfac.bases, ekfac.moments, mat)
+    kept = checked_block(ekfac)
+    return lambda mat: times_in_bases(kept.bases, kept.moments, mat)
 
 
 def inv_ekfac_mat_prod(ekfac: Eigenbasis, shift: float = 0.0) -> Callable[[Tensor], Tensor]:
@@ -59,6 +78,9 @@ def inv_ekfac_mat_prod(ekfac: Eigenbasis, shift: float = 0.0) -> Callable[[Tenso
     >>> inv_ekfac_mat_prod(Eigenbasis([torch.eye(2)], torch.tensor([3.0, 0.0])), shift=1.0)(torch.ones(2))
     tensor([0.2500, 1.0000])
     """
+    ekfac = checked_block(ekfac)
+    if not isinstance(shift, (Real, Tensor)):
+        raise TypeError(f"shift must be a number, got {shift!r}.")
     shifted = ekfac.moments + shift
     if not bool((shifted > 0).all()):
         raise ValueError(
@@ -80,6 +102,7 @@ def kfacs_to_ekfac(factors: Sequence[Tensor]) -> Eigenbasis:
     >>> kfacs_to_ekfac([torch.tensor([[2.0]]), torch.tensor([[3.0]])]).moments
     tensor([[6.]])
     """
+    factors = checked(factors)
     found = [eigenvectors(dense(f) if not is_diagonal(f) else f) for f in factors]
     moments = reduce(lambda left, right: left[..., None] * right, (values for values, _ in found))
     return Eigenbasis([vectors for _, vectors in found], moments)
@@ -97,6 +120,8 @@ def bases_of(model: nn.Module, factors: Mapping[str, Sequence[Tensor]]) -> dict[
     >>> result["weight"]["ekflr"].moments.shape
     torch.Size([3, 4])
     """
+    if not isinstance(factors, Mapping):
+        raise TypeError(f"bases_of takes factors by the names of parameters, got {type(factors).__name__}.")
     params = dict(model.named_parameters())
     unknown = sorted(set(factors) - set(params))
     if unknown:

@@ -205,6 +205,7 @@ EXTENSIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: E.EKFLR(bases=[]), r"bases=\[\] says nothing of parameters"),  # type: ignore[arg-type]
     (lambda: BatchKFLR(groups=2), "groups must list the samples"),  # type: ignore[arg-type]
     (lambda: E.WeightedGrad("x"), "weights must be numbers, .*, got 'x'"),  # type: ignore[arg-type]
+    (lambda: E.WeightedGrad(torch.ones(2) * 1j), "weights must be real numbers"),
     (lambda: E.HMP(savefield=torch.ones(2)), "savefield must be the name"),  # type: ignore[arg-type]
 ]
 

@@ -112,6 +112,8 @@ class WeightedGrad(GradientExtension):
         except (TypeError, ValueError, RuntimeError) as error:
             what = f"weights must be numbers, one for each sample, or a function of norms, got {repr(weights)}."
             raise TypeError(what) from error
+        if isinstance(self.weights, Tensor) and self.weights.is_complex():
+            raise TypeError("weights must be real numbers: individual gradients are.")
         self.per, self.loss_reduction = per, loss_reduction
         self.needs_total = callable(weights) and per == "sample"
         self.over_batches = WeightedByNorm(loss_reduction) if callable(weights) else ONE_BATCH

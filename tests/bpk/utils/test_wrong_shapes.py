@@ -15,6 +15,7 @@ from bpk.hessianfree.hvp import hessian_vector_product
 from bpk.hessianfree.lop import transposed_jacobian_vector_product
 from bpk.hessianfree.rop import jacobian_vector_product
 from bpk.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
+from bpk.utils.ekfac import Eigenbasis, bases_of, ekfac_mat_prod, ekfac_to_mat, inv_ekfac_mat_prod, kfacs_to_ekfac
 from bpk.utils.kroneckers import apply_kfac_mat_prod, inv_kfacs, kfac_mat_prod, kfacs_to_mat, two_kfacs_to_mat
 from bpk.utils.subsampling import subsample
 
@@ -35,6 +36,12 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "a word": (inv_kfacs, ([EYE, EYE], "ab"), "got shift='ab'"),
     "words": (inv_kfacs, ([EYE], ["a"]), r"got shift=\['a'\]"),
     "shifts": (inv_kfacs, ([EYE, EYE], torch.ones(3)), "3 shifts for 2 factors"),
+    "factors": (ekfac_mat_prod, ([EYE, EYE],), r"block was expected, got list(?s:.*)kfacs_to_ekfac"),
+    "moments": (ekfac_mat_prod, (Eigenbasis([EYE, EYE], torch.ones(2, 1)),), r"of \[2, 2\] with moments \[2, 1\]"),
+    "no block": (ekfac_to_mat, (None,), "block was expected, got NoneType"),
+    "a shift": (inv_ekfac_mat_prod, (Eigenbasis([EYE], torch.ones(2)), "1"), "shift must be a number, got '1'"),
+    "one factor": (kfacs_to_ekfac, (EYE,), "one tensor"),
+    "bases": (bases_of, (MODEL, 3), "by the names of parameters, got int"),
     "a mask": (subsample, (X, 0, [True, False]), r"got \[True, False\] as indices(?s:.*)mask\.nonzero"),
     "shares": (subsample, (X, 0, [0.5]), r"got \[0\.5\] as indices"),
     "letters": (subsample, (X, 0, "a"), "got 'a' as indices"),
