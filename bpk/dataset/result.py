@@ -41,6 +41,14 @@ class Accumulated(Tabular, Mapping[str, Fields]):
         return Size(self.samples, self.divisor)
 
     def __getitem__(self, name: str) -> Fields:
+        if name not in self.fields:
+            raise NoField(
+                explain(
+                    f"The result has no parameter {name!r}.",
+                    f"it has fields by parameter: {', '.join(self.fields)}.",
+                    f"name one of them, result[name][field]; of all of them, result.field({name!r}).",
+                )
+            )
         return self.fields[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -228,6 +228,13 @@ def test_strategies_by_their_values() -> None:
     torch.testing.assert_close(*found)
 
 
+def test_a_field_in_the_place_of_a_parameter() -> None:
+    result = bpk.accumulate(nn.Linear(5, 3), LOSS, batches(), E.KFAC())
+    with pytest.raises(KeyError, match=r"no parameter 'kfac'(?s:.*)result\.field\('kfac'\)"):
+        result["kfac"]
+    assert result.get("kfac") is None and "kfac" not in result and "weight" in result
+
+
 def of(function: Callable[..., Any], *more: Any, **options: Any) -> Callable[[], Any]:
     x, y = batches()[0]
     return lambda: function(nn.Linear(5, 3), LOSS, x, y, E.KFAC(), *more, **options)
