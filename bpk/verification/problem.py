@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bpk.dataset.model_as_found import Buffers
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.nested import mapped, tensors_in
 from bpk.jacobians.second_order.fused import StandIns, group_norm
@@ -106,6 +107,8 @@ class Problem:
     inputs: Arguments
     targets: tuple[Any, ...]
     seed: int
+    found: dict[nn.Module, Buffers] = field(default_factory=dict)
+    """Buffers of models as they were: every forward pass starts from these (spectral normalisation changes them)."""
 
     @classmethod
     def of(
@@ -140,13 +143,23 @@ class Problem:
 
     def fresh(self) -> Problem:
         """The same problem with copies of model and loss of its own."""
+        self.put_back(self.model)
         return Problem(duplicate(self.model, None), duplicate(self.loss, None), self.inputs, self.targets, self.seed)
 
     def predict(self, inputs: Arguments | None = None, model: nn.Module | None = None) -> Any:
         """The model's output; random layers draw the same numbers every time."""
         chosen = (self.inputs if inputs is None else inputs).map(lambda x: x.clone())
+        called = self.model if model is None else model
+        self.put_back(called)
         torch.manual_seed(self.seed)
-        return (self.model if model is None else model)(*chosen.args, **chosen.kwargs)
+        return called(*chosen.args, **chosen.kwargs)
+
+    def put_back(self, model: nn.Module) -> None:
+        """Let the buffers of a model be those with which it came here."""
+        if model in self.found:
+            self.found[model].put_back()
+        else:
+            self.found[model] = Buffers(model)
 
     def objective(self, output: Any, loss: nn.Module | None = None) -> Tensor:
         """The loss of an output; one that is a tuple is passed as one argument, or as several where these fit."""

@@ -190,6 +190,8 @@ def is_transpose(x: Any, matrix: Any) -> bool:
 
 def depends(x: Tensor, source: Tensor, before: Collection[Node | None]) -> bool:
     """Whether the graph from `x` down to what was there before ends at `source` (`x.to(source)` only reads it)."""
+    if x.grad_fn is None:  # made without a graph, as by a power iteration
+        return False
     end, seen, todo = get_gradient_edge(source).node, {None, *before}, [x.grad_fn]
     while todo:
         node = todo.pop()

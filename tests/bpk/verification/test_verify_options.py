@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import bpk
 from bpk import extensions as E
@@ -160,3 +161,27 @@ def test_random_slopes_do_not_mix_samples() -> None:
     data = torch.randn(5, 4), torch.randint(0, 3, (5,))
     result = bpk.verify(model, nn.CrossEntropyLoss(), *data, E.DiagGGNMC(), E.BatchGrad(), E.KFLR())
     assert result.ok and not result.of(Verdict.UNCHECKED), result
+
+
+class Warming(nn.Module):
+    """Scales by how often it was called."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * float(self.calls)
+
+
+def test_models_that_change_their_buffers() -> None:
+    """As spectral normalisation in training mode, whose power iteration takes a step in each forward pass."""
+    for part in (spectral_norm(nn.Linear(4, 4)), Warming()):
+        model = nn.Sequential(part, nn.Tanh(), nn.Linear(4, 3))
+        before = [x.clone() for x in model.buffers()]
+        data = torch.randn(3, 4), torch.tensor([0, 1, 2])
+        assert bpk.verify(model, nn.CrossEntropyLoss(), *data, E.BatchGrad(), E.DiagGGNExact(), E.KFLR(), E.HMP())
+        assert all(torch.equal(x, y) for x, y in zip(model.buffers(), before, strict=True))
