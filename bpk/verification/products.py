@@ -192,7 +192,8 @@ def depends(x: Tensor, source: Tensor, before: Collection[Node | None]) -> bool:
     """Whether the graph from `x` down to what was there before ends at `source` (`x.to(source)` only reads it)."""
     if x.grad_fn is None:  # made without a graph, as by a power iteration
         return False
-    end, seen, todo = get_gradient_edge(source).node, {None, *before}, [x.grad_fn]
+    end, seen = get_gradient_edge(source).node, {None, *before}
+    todo: list[Node | None] = [x.grad_fn]
     while todo:
         node = todo.pop()
         if node is end:
