@@ -100,7 +100,7 @@ class StretchProducts:
             )
 
     def require_values_only(self) -> None:
-        """Columns are found by eigenvalues of what autograd gives, and have no graph of their own."""
+        """Products, and what is found of them (columns, by eigenvalues), have no graph of their own."""
         if torch.is_grad_enabled():
             raise not_differentiable(self.source, "its second derivative is taken apart numerically")
 

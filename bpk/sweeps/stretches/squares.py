@@ -52,6 +52,7 @@ class ParameterCurvature:
 
     def diagonal_of(self, products: StretchProducts) -> Tensor:
         """The diagonal `[*p]` of a matrix, from one product if it is one, or else from one for each entry."""
+        products.require_values_only()
         (param,) = self.source.trained
         size = param.numel()
         entries = torch.arange(size, device=param.device)

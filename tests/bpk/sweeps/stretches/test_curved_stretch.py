@@ -263,3 +263,18 @@ def test_derivatives_of_products(forward: Forward, extension: type, right: bool)
     for q, v in zip(params, along, strict=True):
         q.data.sub_(v, alpha=2 * step)
     torch.testing.assert_close(slope, (above - product()) / (2 * step), rtol=1e-5, atol=1e-8)
+
+
+def bounded(net: Assembled, x: Tensor) -> Tensor:
+    found: Tensor = net.last(x @ net.first.weight.tanh())
+    return found
+
+
+@pytest.mark.parametrize("extension", [E.DiagHessian, E.BatchDiagHessian])
+def test_derivatives_of_a_diagonal(extension: type) -> None:
+    """Of a function of a parameter alone, it is found by products that have no graph of their own."""
+    net = Assembled(bounded, first=nn.Linear(4, 4), last=nn.Linear(4, 3))
+    model, loss_fn = extended(net, nn.CrossEntropyLoss())
+    loss = loss_fn(model(torch.randn(3, 4)), torch.tensor([0, 2, 1]))
+    with bpk.backpack(extension()), pytest.raises(UnsupportedLayer, match="Fields cannot be differentiated"):
+        loss.backward(create_graph=True)
