@@ -16,6 +16,7 @@ from bpk.jacobians.core.engine import formats, pull_back
 from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
 from bpk.jacobians.second_order.corrected import corrected
+from bpk.jacobians.second_order.fused import written_out
 from bpk.jacobians.second_order.group_norm import inputs_of_group_norms, passes_statistics
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
@@ -57,7 +58,8 @@ def by_sample(rule: Differentiable, call: Call, copies: Mapping[str, Tensor]) ->
 
     def of_sample(params: dict[str, Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         one = Call(call.options, [x[None] for x in inputs], params, call.output[:1], used=call.used)
-        return rule.evaluate(one, one.inputs, one.params)[0]
+        with written_out():
+            return rule.evaluate(one, one.inputs, one.params)[0]
 
     try:
         return vmap(of_sample)(dict(copies), call.inputs)
@@ -205,7 +207,8 @@ def as_function(rule: Differentiable, call: Call, wrts: Sequence[Wrt]) -> tuple[
     def function(*args: Tensor) -> Tensor:
         given = dict(zip(wrts, args, strict=True))
         inputs = [given.get(k, x) for k, x in enumerate(call.inputs)]
-        return rule.evaluate(call, inputs, {name: given.get(name, p) for name, p in call.params.items()})
+        with written_out():
+            return rule.evaluate(call, inputs, {name: given.get(name, p) for name, p in call.params.items()})
 
     return function, [call.inputs[w] if isinstance(w, int) else call.params[w] for w in wrts]
 

@@ -151,19 +151,22 @@ def test_inside_of_a_checkpoint() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*generic way")
 @pytest.mark.parametrize("first", [LAYERS["linear"][0], LAYERS["with a hook"][0], Normalised])
-def test_fields_can_be_differentiated(first: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("by_rule", [False, True], ids=["a stretch", "a layer by autograd"])
+def test_fields_can_be_differentiated(first: Callable[[], nn.Module], by_rule: bool) -> None:
     """So can what autograd itself sends to a layer in front, or to a parameter."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), first())
     model, loss_fn, x, y = network(layer, (4,))
-    model, loss_fn = extended(model, loss_fn)
     params, found = list(model.parameters()), []
-    for extension in (E.BatchGrad(), E.Variance(), E.DiagGGNExact()):
-        for context in (nullcontext(), WrittenOut()):
-            with context:
-                loss = loss_fn(model(x), y)
-            with bpk.backpack(extension):
-                loss.backward(create_graph=True)
-            total = sum(getattr(p, extension.savefield).square().sum() for p in params)
-            found.append(torch.autograd.grad(total, params))
-            model.zero_grad()
-        torch.testing.assert_close(found[-2], found[-1])
+    curved = [E.DiagHessian()] if by_rule and first is Normalised else []
+    with registered(bpk.Autodiff(Normalised, params=("v", "g"))) if by_rule else nullcontext():
+        model, loss_fn = extended(model, loss_fn)
+        for extension in (E.BatchGrad(), E.Variance(), E.DiagGGNExact(), *curved):
+            for context in (nullcontext(), WrittenOut()):
+                with context:
+                    loss = loss_fn(model(x), y)
+                with bpk.backpack(extension):
+                    loss.backward(create_graph=True)
+                total = sum(getattr(p, extension.savefield).square().sum() for p in params)
+                found.append(torch.autograd.grad(total, params))
+                model.zero_grad()
+            torch.testing.assert_close(found[-2], found[-1])
