@@ -20,7 +20,7 @@ from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
 from bpk.rules import REGISTRY
 from bpk.sweeps.starts.square_root import random_signs
 from bpk.verification.objective import Calls, Objective, gradients_of, is_loss
-from bpk.verification.problem import Problem, differentiable_twice
+from bpk.verification.problem import NoReference, Problem, differentiable_twice
 from bpk.verification.split import Split
 
 MANY, NUMBERS, AT_ONCE = 20_000, 20_000_000, 500_000
@@ -131,7 +131,10 @@ class Draws:
         """Compare at some entries, among them the one with the largest draws: of small ones no more is known.
 
         The mean of `K` products of size at most `b^2` is off by `sqrt(b^2 h / K)`, and by `b^2 / K` through events that
-        have not happened.
+        have not happened. Where predictions are too certain for any to happen, their size is not known.
+
+        Raises:
+            NoReference: If that is so at all entries.
         """
         size = split.pred.numel()
         wanted = max(20, min(MANY, NUMBERS // size))
@@ -144,6 +147,7 @@ class Draws:
             columns = self.at(step, seed + drawn) * step**0.5
             total += columns[:, where].T @ columns
             largest, drawn = max(largest, float(columns.nan_to_num().square().max())), drawn + step
+        told, rare = False, False
         for k, e in enumerate(where.tolist()):
             unit = torch.zeros_like(split.pred)
             unit[e] = 1.0
@@ -152,12 +156,32 @@ class Draws:
             scale = float(right.abs().max())
             error = (mean - right).abs()
             allowed = ERRORS * (largest * scale / drawn) ** 0.5 + ERRORS**2 * largest / drawn
-            if not bool(((error <= allowed) | ~right.isfinite()).all()):
+            right_here = bool(((error <= allowed) | ~right.isfinite()).all())
+            hardly_any = not right_here and self.of_loss and float(mean.abs().max()) < scale / 2
+            if hardly_any and is_certain(split, unit, scale, ERRORS**2 * int(mine.sum()) / drawn):
+                rare = True
+                continue
+            told = told or bool((error < right.abs()).any())
+            if not right_here:
                 at = int(error.nan_to_num(torch.inf).argmax())
                 what, who = ("the loss Hessian", "autograd") if self.of_loss else ("the identity", "right")
                 about = f"the mean of {drawn} draws of an entry of {what} is"
                 return f"{about} {float(mean[at]):.6g}, {who} {float(right[at]):.6g}", drawn
+        if rare and not told:
+            raise NoReference("draws hardly differ: the predictions are too certain")
         return "", drawn
+
+
+def is_certain(split: Split, unit: Tensor, scale: float, share: float) -> bool:
+    """Whether a row of the loss Hessian is a small share of what it is at predictions of zero, which say nothing."""
+    point = torch.zeros_like(split.pred).requires_grad_()
+    try:
+        slope = torch.autograd.grad(split.value(point), point, create_graph=True)[0]
+        elsewhere = gradients_of(slope, [point], unit)[0]
+    except Exception:  # whatever the user's loss raises there
+        return False
+    size = 0.0 if elsewhere is None else float(elsewhere.abs().max())
+    return scale < min(share, 0.1) * size < float("inf")
 
 
 def live_in(call: Calls) -> list[Tensor]:

@@ -190,3 +190,29 @@ def test_wrong_gradients_before_a_normalisation(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(type(rule), "jac_t_mat_prod", wrong)
     assert {row.parameter for row in bpk.verify(*normalised(), E.DiagGGNExact()).wrong} >= {"0.weight", "0.bias"}
+
+
+def certain() -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """A classifier that knows: other labels are drawn once in a million times."""
+    torch.manual_seed(1)
+    y, model = torch.randint(3, (4,)), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    return model, nn.CrossEntropyLoss(), 1e3 * torch.randn(4, 4), y
+
+
+def test_draws_that_never_happen_are_not_wrong() -> None:
+    """Their mean was compared with a Hessian that is made of what happens once in a million times."""
+    result = bpk.verify(*certain(), E.DiagGGNMC(), E.KFAC())
+    assert not result.wrong, result
+    assert {row.note for row in result.rows if row.quantity == "KFAC"} == {
+        "draws hardly differ: the predictions are too certain"
+    }
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.7, 1.4])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["classes", "numbers"])
+def test_draws_of_a_wrong_size_are_wrong(loss: nn.Module, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule: Any = REGISTRY.find(loss)
+    right = type(rule).sqrt_hessian_sampled
+    monkeypatch.setattr(type(rule), "sqrt_hessian_sampled", lambda *args: factor * right(*args))
+    y = torch.arange(4) % 3 if isinstance(loss, nn.CrossEntropyLoss) else 1e3 * torch.randn(4, 3)
+    assert len(bpk.verify(nn.Linear(4, 3), loss, torch.randn(4, 4), y, E.DiagGGNMC()).wrong) == 2
