@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.module_extension import ModuleExtension
-from bpk.extensions.options import checked_indices, require_options
+from bpk.extensions.options import checked_indices, positive, require_options
 from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.jacobians.core.errors import explain
 from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
@@ -118,6 +118,14 @@ class BackpropExtension:
         if self.averages and self.subsampling == ():
             raise ValueError("subsampling=[] names no sample, and there is no mean over none: pass one index at least.")
         self._module_exts = dict(module_exts or {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Options are checked, also where they change later."""
+        if name == "subsampling":
+            value = checked_indices(value)
+        elif name == "mc_samples" and value is not None:
+            value = positive(name, value)
+        super().__setattr__(name, value)
 
     def get_subsampling(self) -> list[int] | None:
         """The considered samples, or `None` for all."""

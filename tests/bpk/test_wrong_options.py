@@ -216,6 +216,21 @@ def test_options_of_extensions(make: Callable[[], Any], message: str) -> None:
         make()
 
 
+def test_options_that_change_later() -> None:
+    """`unhashable type: 'list'` in the next pass, or that no loss is extended."""
+    model, loss_fn, (x, y) = bpk.extend(nn.Linear(5, 3)), bpk.extend(nn.CrossEntropyLoss()), batches()[0]
+    rows, factors = E.BatchGrad(), E.KFAC()
+    rows.subsampling = [0, 2]  # type: ignore[assignment]
+    with bpk.backpack(rows, factors):
+        loss_fn(model(x), y).backward()
+    assert bpk.fields_of(model.weight).grad_batch.shape == (2, 3, 5)
+    assert repr(rows) == "BatchGrad(subsampling=(0, 2))"
+    with pytest.raises(ValueError, match="subsampling=3 is not a list"):
+        rows.subsampling = 3  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="mc_samples must be"):
+        factors.mc_samples = 0
+
+
 def test_strategies_by_their_values() -> None:
     """`"sampling"` was taken for exact, and `"sqrt"` for an average over the batch."""
     assert E.HBP(loss_hessian_strategy="sampling").get_num_mc_samples() == 1  # type: ignore[arg-type]
