@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE, Columns
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.numeric import FEW_NUMBERS
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
@@ -246,14 +247,15 @@ class Run:
                 for index, part in STRETCH.jac_t_mat_prods(view, mat, *others).items():
                     self.send(step.links[index], key, part, signs)
                 continue
-            free = only and key in columns.unshared and not step.params
+            large = mat.numel() > FEW_NUMBERS  # of small blocks, new memory takes less time than that of old ones
+            free = large and only and key in columns.unshared and not step.params
             flat = mat.view(-1) if free and mat.is_contiguous() else None
             mat = mat if flat is None else flat.view(mat.shape)  # the strides of axes with one entry may be any
             for index, link in step.links.items():
                 view.spares = None if flat is None else [flat]
                 sent = rule.jac_t_mat_prod(view, mat, index)
                 view.spares = None
-                new = free or (only and sent.untyped_storage() is not mat.untyped_storage())
+                new = free or (large and only and sent.untyped_storage() is not mat.untyped_storage())
                 self.send(link, key, sent, signs, new)
 
     def beside(self, step: Step, key: Hashable) -> list[tuple[Call, Tensor]]:
