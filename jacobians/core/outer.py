@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core import gemm
-from bpk.jacobians.core.numeric import is_differentiated, linear, products, wide
+from bpk.jacobians.core.numeric import cancel, is_differentiated, linear, products, wide
 
 ROOM = 1 << 22
 """How many numbers rows, or products of positions, hold at a time."""
@@ -186,6 +186,36 @@ def sample_gram(outer: Outer, weight: Tensor | None) -> Tensor:
                 scaled = m * (a[..., 0].square() @ weight[g].T)[:, None, :, None]
             total[part] += times(scaled.flatten(2), m.flatten(2).mT)
     return total
+
+
+def norms(outer: Outer) -> Tensor:
+    """Squared norms of all rows: `[V, N]`; by positions `<m K, m>` with `K = a^T a`, which all columns share."""
+    v, n, groups, o, i, t = outer.shape
+    total, by_positions = wide(outer.columns).new_zeros(v, n), t <= i
+    for g in range(groups):
+        for part in pieces(0, n, max(v * o * max(t, 0 if by_positions else i), i * t)):
+            total[:, part] += (norms_by_positions if by_positions else norms_by_rows)(outer, part, g)
+    return total
+
+
+def norms_by_positions(outer: Outer, samples: slice, g: int) -> Tensor:
+    """Those of some samples of a group, by rows where positions cancel (on a GPU nobody waits to learn of that)."""
+    a, m = wide(outer.patches(samples)[:, g]), wide(outer.columns[:, samples, g])
+    between = a.mT @ a
+    seen = (between @ m.mT).mT if m.stride(3) > 1 else m @ between  # in the order of memory that columns have
+    found = (seen * m).sum((2, 3))
+    if m.device.type != "cpu":
+        return found.clamp(min=0)
+    lost = cancel(found, m.square().sum((2, 3)) * between.diagonal(dim1=1, dim2=2).sum(1))
+    for k in lost.any(0).nonzero()[:, 0].tolist() if lost.any() else ():
+        some = slice(samples.start + k, samples.start + k + 1)
+        found = found.index_copy(1, torch.tensor([k]), norms_by_rows(outer, some, g))
+    return found
+
+
+def norms_by_rows(outer: Outer, samples: slice, g: int) -> Tensor:
+    """The same from rows."""
+    return outer.rows(samples, g).square().sum((2, 3)).T
 
 
 def along(outer: Outer, directions: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.over_batches import Rows
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension, TokenExtension
 from bpk.fields.statistics import Uses
-from bpk.fields.tokens import by_token
+from bpk.fields.tokens import by_token, norms_by_token
 from bpk.sweeps.starts.tokens import TokenRoot
 from bpk.sweeps.sweep import Sweep
 
@@ -93,7 +93,7 @@ class TokenTraceGGNExact(TokenRootExtension):
     form = Form.TOKEN_NUMBERS
 
     def value(self, uses: Uses) -> Tensor:
-        return by_token(uses, lambda column: column.norm_squared(), at_once=1)
+        return norms_by_token(uses)
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return plain.token_ggn_diagonals.sum(2)

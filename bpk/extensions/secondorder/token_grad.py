@@ -9,7 +9,7 @@ from bpk.extensions.firstorder.projected_grad import Projecting
 from bpk.extensions.over_batches import Rows
 from bpk.extensions.secondorder.base import TokenExtension
 from bpk.fields.statistics import Uses
-from bpk.fields.tokens import by_token, in_order
+from bpk.fields.tokens import in_order, norms_by_token
 from bpk.sweeps.starts.tokens import TokenGradient
 from bpk.sweeps.sweep import Sweep
 
@@ -76,7 +76,7 @@ class TokenL2Grad(TokenGradientExtension):
     over_batches = Rows(power=2)
 
     def value(self, uses: Uses) -> Tensor:
-        return by_token(uses, lambda column: column.norm_squared())
+        return norms_by_token(uses)
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return plain.token_norms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from bpk import extensions as E
 from bpk.costing.allocated import allocated
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
+from bpk.fields import tokens as fields_of_tokens
 from bpk.fields.rows import Rows
 from bpk.jacobians.attention.layer import AttentionLayer
 from bpk.jacobians.core.errors import UnsupportedLayer
@@ -302,21 +303,34 @@ def test_derivatives() -> None:
     assert weight.trace_ggn_exact_token.requires_grad
 
 
-def test_rows_are_not_formed_for_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the rule knows the norm; never those of several tokens."""
-    formed: list[int] = []
-    all_rows = Rows.all_rows
+@pytest.mark.parametrize("piece", [0, fields_of_tokens.PIECE])
+def test_rows_are_not_formed_for_norms(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the rule has them as outer products; of others those of several tokens, where they take little memory."""
+    one: list[int] = []
+    several: list[torch.Size] = []
+    all_rows, rows_of_block = Rows.all_rows, Rows.rows
 
     def spy(self: Rows) -> Tensor:
         rows = all_rows(self)
-        formed.append(rows.numel() // rows[0, 0].numel())
+        one.append(rows.numel() // rows[0, 0].numel())
+        return rows
+
+    def spy_on_block(self: Rows, key: Hashable) -> Tensor:
+        rows = rows_of_block(self, key)
+        several.append(rows.shape[2:])
         return rows
 
     monkeypatch.setattr(Rows, "all_rows", spy)
-    model, tokens, y = problem("attention, extra axis")
+    monkeypatch.setattr(Rows, "rows", spy_on_block)
+    monkeypatch.setattr(fields_of_tokens, "PIECE", piece)
+    model, x, y = problem("attention, extra axis")
     bpk.extend(model)
-    backward(model, bpk.extend(nn.CrossEntropyLoss()), tokens, y, E.TokenL2Grad(), E.TokenTraceGGNMC())
-    assert max(formed) <= N
+    backward(model, bpk.extend(nn.CrossEntropyLoss()), x, y, E.TokenL2Grad(), E.TokenTraceGGNMC())
+    assert max(one, default=0) <= N
+    if piece:
+        assert several and model.attention.in_proj_weight.shape not in several
+    else:
+        assert one
 
 
 # ---- what is refused -------------------------------------------------------------------------------------

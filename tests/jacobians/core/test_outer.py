@@ -85,3 +85,28 @@ def test_graph_is_kept() -> None:
     half = slice(0, 5)
     assert torch.autograd.gradcheck(lambda m: outer.gram([live(m[:1]), live(m[1:])], half, half, False), columns)
     assert torch.autograd.gradcheck(lambda m: outer.sample_gram(live(m), None), columns)
+
+
+@pytest.mark.parametrize("positions_first", [False, True])
+@pytest.mark.parametrize("room", [1, 64, 1 << 22])
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms(shape: str, by_rows: bool, room: int, positions_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, rows = example(*SHAPES[shape])
+    monkeypatch.setattr(outer, "ROOM", room)
+    for name in ("norms_by_rows", "norms_by_positions"):
+        monkeypatch.setattr(outer, name, outer.norms_by_rows if by_rows else outer.norms_by_positions)
+    if positions_first:
+        given = replace(given, columns=given.columns.mT.contiguous().mT)
+    torch.testing.assert_close(outer.norms(given), rows.square().sum(2))
+
+
+def test_norms_where_positions_cancel() -> None:
+    """Of one sample, whose inputs hardly differ: what is left of large products is not taken for a norm."""
+    torch.manual_seed(0)
+    columns, patches = torch.randn(3, 4, 1, 5, 6), torch.randn(4, 1, 7, 6) + 300
+    columns, patches[2] = columns - columns.mean(-1, keepdim=True), 300.0
+    found = outer.norms(Outer(columns, lambda some: patches[some], 7, lambda weight: weight))
+    expected = torch.einsum("vngot,ngit->vngoi", columns.double(), patches.double()).square().sum((2, 3, 4))
+    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-3)
+    assert bool((found >= 0).all())
