@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bpk.dataset.model_as_found import Buffers
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.nested import mapped, tensors_in
-from bpk.jacobians.second_order.fused import StandIns, group_norm
+from bpk.jacobians.second_order.fused import group_norm
+from bpk.jacobians.second_order.stand_ins import StandIns
 from bpk.jacobians.second_order.twice import TWICE
 from bpk.verification.duplicates import duplicate, in_precision
 

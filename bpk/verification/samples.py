@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bpk.jacobians.second_order.fused import StandIns
+from bpk.jacobians.second_order.stand_ins import StandIns
 from bpk.verification.problem import Arguments
 
 UNKNOWN = -1

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from bpk.jacobians.core.numeric import safe_sqrt
 from bpk.jacobians.second_order.algebra import ALGEBRA, NOT_THRICE, NOT_TWICE
 from bpk.jacobians.second_order.forward_mode import require_forward_mode
+from bpk.jacobians.second_order.operators import as_function
+from bpk.jacobians.second_order.stand_ins import StandIns
 from bpk.jacobians.second_order.weight_norm import weight_norm
 
 
@@ -199,31 +200,10 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
 
 OTHERS = (
     *(torch.native_layer_norm, torch.native_group_norm, torch.native_batch_norm, torch.batch_norm_update_stats),
+    *(torch._native_batch_norm_legit, torch._batch_norm_impl_index, torch.ops.aten._batch_norm_with_update),
     *NOT_TWICE,
 )
 """Functions for which nothing stands: fused ones whose further results have no derivative, and some of algebra."""
-
-
-class StandIns(TorchFunctionMode):
-    """Inside, others stand for some functions.
-
-    Args:
-        functions: By the function that they stand for.
-    """
-
-    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
-        super().__init__()
-        self.functions = functions
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self.functions.get(func, func)(*args, **(kwargs or {}))
-
-
-def written_out() -> StandIns:
-    """Inside, functions are right where transforms differentiate them, which have no nodes to be `corrected`."""
-    return StandIns({torch._weight_norm: weight_norm})
 
 
 class Composed(StandIns):
@@ -240,6 +220,7 @@ class Composed(StandIns):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        func = as_function(func)
         if func in OTHERS:
             raise NotImplementedError(f"torch differentiates {func.__name__} wrongly, more than once by forward mode")
         if func in NOT_THRICE and self.order > 2:

@@ -16,8 +16,8 @@ from bpk.jacobians.core.engine import formats, pull_back
 from bpk.jacobians.core.numeric import is_differentiated, placeholder
 from bpk.jacobians.core.products import Differentiable
 from bpk.jacobians.second_order.corrected import corrected
-from bpk.jacobians.second_order.fused import written_out
 from bpk.jacobians.second_order.group_norm import inputs_of_group_norms, passes_statistics
+from bpk.jacobians.second_order.stand_ins import written_out
 
 Ends = Sequence[Tensor] | Sequence[GradientEdge]
 """Where products start, or arrive."""

@@ -120,9 +120,10 @@ def inner(m: nn.Module, x: Tensor) -> Tensor:
     ("function", "message"),
     [
         (lambda m, x: torch.native_layer_norm(x, (D,), None, None, 1e-5)[0], "native_layer_norm wrongly"),
+        (lambda m, x: torch.ops.aten.native_layer_norm.default(x, (D,), None, None, 1e-5)[0], "native_layer_norm"),
         (inner, "joins tensors of two propagations"),
     ],
-    ids=["native", "two propagations"],
+    ids=["native", "an operator", "two propagations"],
 )
 def test_refusals(function: Callable[..., Tensor], message: str) -> None:
     with pytest.raises(UnsupportedLayer, match=f"{message}(?s:.*)Do: "):
@@ -132,6 +133,25 @@ def test_refusals(function: Callable[..., Tensor], message: str) -> None:
 def test_arguments_that_a_function_does_not_have() -> None:
     with pytest.raises(TypeError, match="positional arguments"):
         bpk.taylor(Function(lambda m, x: F.relu(x, True, 3)), torch.randn(N, D), torch.randn(1, N, D), 1)
+
+
+class Normalises(nn.Module):
+    """Normalisations and norms, which torch differentiates wrongly more than once by forward mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.batch = nn.Linear(D, 4), nn.LayerNorm(4), nn.BatchNorm1d(4).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(self.first(x)).tanh()
+        return torch.linalg.vector_norm(self.batch(h).sin(), dim=1, keepdim=True) * h
+
+
+def test_exported_programs() -> None:
+    """They call operators in the place of functions."""
+    model, x = Normalises(), torch.randn(N, D)
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(bpk.laplacian(exported, x), bpk.laplacian(model, x))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
