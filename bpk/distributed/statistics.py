@@ -14,7 +14,7 @@ from bpk.distributed.sums import Addend, add_up
 from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.fields.eigenbasis import Orders
 from bpk.jacobians.core.errors import explain
-from bpk.utils.kroneckers import sparse_diagonal
+from bpk.utils.sparse_factors import sparse_diagonal
 
 Key = TypeVar("Key", str, tuple[str, int])
 

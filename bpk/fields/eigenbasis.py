@@ -14,7 +14,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.numeric import is_finite, wide
 from bpk.jacobians.core.room import WHOLE
 from bpk.utils.ekfac import Eigenbasis
-from bpk.utils.kroneckers import diagonal, sparse_diagonal
+from bpk.utils.sparse_factors import diagonal, sparse_diagonal
 
 Decomposed = tuple[Tensor, Tensor | None]
 """Eigenvalues and eigenvectors (`None`: the axes)."""

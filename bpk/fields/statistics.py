@@ -24,7 +24,7 @@ from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
 from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.plan.samples.rows import along_rows, to_samples
-from bpk.utils.kroneckers import sparse_diagonal
+from bpk.utils.sparse_factors import sparse_diagonal
 
 
 class Uses(Products):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from numbers import Real
-from reprlib import repr
 from typing import Any
 
 import torch
@@ -17,8 +15,16 @@ from torch import Tensor, nn
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
+from bpk.kernels.posterior_arguments import (
+    no_tensor,
+    require_matrices,
+    require_named,
+    require_numbers,
+    require_size,
+    variances_of,
+)
 from bpk.utils.ekfac import Eigenbasis
-from bpk.utils.kroneckers import dense, diagonal
+from bpk.utils.sparse_factors import dense, diagonal
 
 
 class Posterior(ABC):
@@ -224,83 +230,6 @@ class LowRank(Posterior):
         rows = totals["along"].transpose(0, 1)  # [N, C, K]
         found = (rows if self.weights is None else rows * self.weights.to(rows.dtype)) @ rows.mT
         return found + totals["covariance"] if "covariance" in totals else found
-
-
-def variances_of(name: str, variances: Tensor, param: Tensor) -> Tensor:
-    """The variances of a parameter, if they are some."""
-    require_size(name, variances.shape, variances.shape == param.shape, param)
-    if bool((variances < 0).any()):
-        raise ValueError(
-            explain(
-                f"The posterior has a negative variance for '{name}' ({float(variances.min()):g}).",
-                "it is a Gaussian's, and outputs would have negative ones.",
-                "invert a precision that is positive: curvature of a GGN, and a prior above zero.",
-            )
-        )
-    return variances.to(param.dtype)
-
-
-def require_size(name: str, sizes: Sequence[int], fits: bool, param: Tensor) -> None:
-    """Refuse what belongs to a parameter of another form: it might be broadcast."""
-    if not fits:
-        raise ValueError(
-            explain(
-                f"The posterior has {list(sizes)} for '{name}', which has the shape {list(param.shape)}.",
-                "it is that of another model, or of another parameter.",
-                "use fields of this model, by the names of model.named_parameters().",
-            )
-        )
-
-
-def require_named(what: str, given: Any, names: Iterable[str] = ()) -> None:
-    """Refuse what is no tensor for each of these parameters."""
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            explain(
-                f"{what} is {type(given).__name__}.",
-                "a posterior says what it has of each parameter, by its name.",
-                f"pass a dictionary: {what}={{name: ... for name, p in model.named_parameters()}}.",
-            )
-        )
-    for name in names:
-        if name not in given:
-            raise ValueError(f"{what} has nothing for '{name}': pass a tensor for each parameter that is named.")
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(no_tensor(f"{what}[{name!r}]", x))
-
-
-def require_matrices(what: str, given: Any) -> None:
-    """Refuse what are no one or two square matrices for each parameter."""
-    require_named(what, {name: torch.empty(0) for name in given} if isinstance(given, Mapping) else given)
-    for name, some in given.items():
-        if not isinstance(some, Sequence) or len(some) not in (1, 2) or not all(is_square(x) for x in some):
-            found = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in some]
-            raise ValueError(
-                explain(
-                    f"{what} of '{name}' are {found}.",
-                    "they are square matrices: one for its whole block, or two whose Kronecker product that is.",
-                    f"pass a list: {what}={{name: [G, A]}}.",
-                )
-            )
-
-
-def is_square(x: Any) -> bool:
-    """Whether something is a square matrix."""
-    return isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] == x.shape[1]
-
-
-def require_numbers(**given: Any) -> None:
-    """Refuse what is no number, by its name."""
-    for name, x in given.items():
-        if not isinstance(x, Real) and not (isinstance(x, Tensor) and x.numel() == 1):
-            raise TypeError(f"{name} must be a number, got {repr(x)}.")
-
-
-def no_tensor(what: str, given: Any) -> str:
-    """The refusal of what should be a tensor."""
-    why = "what a posterior has of a parameter is multiplied with its rows, as tensors."
-    return explain(f"{what} is {type(given).__name__}, which is no tensor.", why, "pass torch.as_tensor(...).")
 
 
 def fields(model: nn.Module, field: str) -> dict[str, Any]:

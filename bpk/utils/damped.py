@@ -13,7 +13,8 @@ from torch import Tensor
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
-from bpk.utils.kroneckers import apply_kfac_mat_prod, checked, diagonal, sparse_diagonal
+from bpk.utils.kroneckers import apply_kfac_mat_prod, checked
+from bpk.utils.sparse_factors import diagonal, sparse_diagonal
 
 
 class DampedInverse:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
 from bpk.utils.damped import eigenvectors, times_in_bases
-from bpk.utils.kroneckers import checked, dense, is_diagonal, kfacs_to_mat
+from bpk.utils.kroneckers import checked, kfacs_to_mat
+from bpk.utils.sparse_factors import dense, is_diagonal
 
 
 class Eigenbasis(NamedTuple):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
+from bpk.utils.sparse_factors import dense, diagonal, sparse_diagonal
 
 Shift = float | Sequence[float] | Tensor | None
 """What is added to the diagonals of the factors: one number for all, one for each, or nothing."""
@@ -188,43 +189,6 @@ def inverse(factor: Tensor, shift: float) -> Tensor:
             )
         )
     return found.to(factor.dtype)
-
-
-# ---- sparse factors -----------------------------------------------------------------------------
-
-
-def sparse_diagonal(values: Tensor) -> Tensor:
-    """The sparse matrix with this diagonal."""
-    index = torch.arange(len(values), device=values.device).expand(2, -1)
-    return torch.sparse_coo_tensor(index, values, [len(values)] * 2, is_coalesced=True, check_invariants=False)
-
-
-def diagonal(sparse: Tensor) -> Tensor:
-    """The diagonal of a sparse matrix that has no other entries."""
-    entries = sparse.to_sparse_coo().coalesce()
-    row, column = entries.indices()
-    if not torch.equal(row, column):
-        raise ValueError(
-            explain(
-                "A sparse Kronecker factor has entries off its diagonal.",
-                "only sparse diagonal matrices are inverted without building them densely.",
-                "pass factor.to_dense().",
-            )
-        )
-    return entries.values().new_zeros(len(sparse)).index_add(0, row, entries.values())
-
-
-def is_diagonal(factor: Tensor) -> bool:
-    """Whether a factor is a sparse matrix without entries off its diagonal."""
-    if factor.layout is torch.strided:
-        return False
-    row, column = factor.to_sparse_coo().coalesce().indices()
-    return torch.equal(row, column)
-
-
-def dense(factor: Tensor) -> Tensor:
-    """A factor as an ordinary tensor."""
-    return factor if factor.layout is torch.strided else factor.to_dense()
 
 
 # ---- checks -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.room import is_too_large_for_a_block
 from bpk.utils.ekfac import Eigenbasis
-from bpk.utils.kroneckers import dense
+from bpk.utils.sparse_factors import dense
 from bpk.verification.definition import MATRIX
 from bpk.verification.layers import bias_of
 from bpk.verification.place import Place, unravel

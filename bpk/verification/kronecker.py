@@ -14,9 +14,9 @@ from bpk.extensions import HBP
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.batch_kfac import BatchKFLR
-from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
+from bpk.extensions.secondorder.strategies import BackpropStrategy, LossHessianStrategy
 from bpk.jacobians.core.room import WHOLE
-from bpk.utils.kroneckers import diagonal
+from bpk.utils.sparse_factors import diagonal
 from bpk.verification.layers import Side, bias_of
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import NoReference

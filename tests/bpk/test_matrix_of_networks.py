@@ -73,7 +73,7 @@ def test_variance_of_some_samples(net: Network) -> None:
 
 def test_family_of_kronecker_factors() -> None:
     """`HBP` with the right strategies is KFLR, KFRA and KFAC."""
-    from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
+    from bpk.extensions.secondorder.strategies import BackpropStrategy, LossHessianStrategy
 
     net = next(n for n in NETWORKS if n.name == "cnn")
     exact = E.HBP(loss_hessian_strategy=LossHessianStrategy.EXACT)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
-from reprlib import repr
-from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +12,12 @@ from bpk.extensions.factors import Factors, named
 from bpk.extensions.options import positive
 from bpk.extensions.over_batches import Parts
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
+from bpk.extensions.secondorder.strategies import (
+    BackpropStrategy,
+    ExpectationApproximation,
+    LossHessianStrategy,
+    member,
+)
 from bpk.fields.eigenbasis import Orders, note_order
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
@@ -23,30 +26,6 @@ from bpk.sweeps.averaged.matrices import Averaged
 from bpk.sweeps.starts.square_root import SquareRoot
 from bpk.sweeps.sweep import Sweep
 
-Member = TypeVar("Member", bound=Enum)
-
-
-class LossHessianStrategy(Enum):
-    """How the loss Hessian is represented at the start."""
-
-    EXACT = "exact"
-    SAMPLING = "sampling"
-    SUM = "sum"
-
-
-class BackpropStrategy(Enum):
-    """What travels backwards: a square root, or a matrix averaged over the batch."""
-
-    SQRT = "sqrt"
-    BATCH_AVERAGE = "average"
-
-
-class ExpectationApproximation(Enum):
-    """How the expectation of a Kronecker product is split into factors."""
-
-    BOTEV_MARTENS = "E[a a^T] (x) E[g g^T]"
-
-
 APPROXIMATIONS = ("default", "expand", "reduce")
 
 
@@ -54,15 +33,6 @@ NOT_A_SUM = (
     "its recursion is averaged over the batch at every layer, so that the factors of batches do not make those of one "
     "large batch"
 )
-
-
-def member(option: str, kind: type[Member], given: Any) -> Member:
-    """One of an enumeration, also by its value; anything else would be taken for the other way."""
-    try:
-        return kind(given)
-    except ValueError as error:
-        known = ", ".join(f"{kind.__name__}.{one.name}" for one in kind)
-        raise ValueError(f"{option} must be one of {known}, got {repr(given)}.") from error
 
 
 class HBP(SecondOrderBackpropExtension):

@@ -23,7 +23,6 @@ from bpk.core.derivatives.linear import LinearDerivatives
 from bpk.custom_module.branching import Parallel, SumModule
 from bpk.extensions.mat_to_mat_jac_base import MatToJacMat
 from bpk.extensions.secondorder.base import SecondOrderBackpropExtension
-from bpk.extensions.secondorder.hbp import LossHessianStrategy
 from bpk.extensions.secondorder.sqrt_ggn import (
     activations,
     custom_module,
@@ -34,6 +33,7 @@ from bpk.extensions.secondorder.sqrt_ggn import (
     pooling,
     slicing,
 )
+from bpk.extensions.secondorder.strategies import LossHessianStrategy
 
 
 class Rows(MatToJacMat):

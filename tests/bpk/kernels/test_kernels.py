@@ -187,7 +187,7 @@ def test_eigenpairs(given: tuple[nn.Module, Make], of: str) -> None:
 @pytest.mark.parametrize("of", ["ggn", "ggn_mc"])
 def test_eigenpairs_of_two_losses(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of both, each of the pairs' a column at a time; not of losses that look at different parameters."""
-    monkeypatch.setattr("bpk.sweeps.columns.column_sweep.PIECE", 1)
+    monkeypatch.setattr("bpk.sweeps.columns.run.PIECE", 1)
     model, first, second = (bpk.extend(m) for m in (nn.Linear(3, 4), nn.CrossEntropyLoss(), nn.MSELoss()))
     x, y, goal = torch.randn(N, 3), torch.arange(N) % 3, torch.randn(N, 2)
 
@@ -219,7 +219,7 @@ def test_eigenpairs_of_zero() -> None:
 
 def test_memory_is_that_of_one_layers_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of few more: one column makes a block here, and a few rows are made at a time."""
-    monkeypatch.setattr("bpk.sweeps.columns.column_sweep.PIECE", 1)
+    monkeypatch.setattr("bpk.sweeps.columns.run.PIECE", 1)
     monkeypatch.setattr("bpk.fields.rows.PIECE", 1)
     monkeypatch.setattr(outer, "ROOM", 1 << 12)
     layers = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(4)

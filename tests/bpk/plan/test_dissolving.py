@@ -13,7 +13,7 @@ from bpk import extensions as E
 from bpk.plan import dissolving
 from bpk.plan.dissolving import is_curved
 from bpk.plan.graph import Source
-from bpk.sweeps.columns.column_sweep import Run
+from bpk.sweeps.columns.run import Run
 from tests.bpk.sweeps.test_merged_columns import expected
 from tests.helpers import extended
 

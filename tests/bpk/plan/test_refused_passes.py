@@ -12,7 +12,8 @@ import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import FAIL_SILENT, FAIL_WARN, BackpropExtension
 from bpk.extensions.firstorder.base import FirstOrderBackpropExtension
-from bpk.extensions.secondorder.hbp import HBP, BackpropStrategy, LossHessianStrategy
+from bpk.extensions.secondorder.hbp import HBP
+from bpk.extensions.secondorder.strategies import BackpropStrategy, LossHessianStrategy
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.helpers import backward, data, extended, mlp
 

@@ -10,9 +10,9 @@ import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
 from bpk.fields.arrived import Columns
 from bpk.plan.step import Step
-from bpk.sweeps.columns.column_sweep import Run
 from bpk.sweeps.columns.deposits import Deposits
 from bpk.sweeps.columns.merging import Deposit, Merging, added_up, distinct
+from bpk.sweeps.columns.run import Run
 from tests.bpk.sweeps.test_merged_columns import NETWORKS, N, expected
 from tests.helpers import backward
 

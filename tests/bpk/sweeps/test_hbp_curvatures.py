@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.curvature import Curvature
-from bpk.extensions.secondorder.hbp import BackpropStrategy, LossHessianStrategy
+from bpk.extensions.secondorder.strategies import BackpropStrategy, LossHessianStrategy
 from bpk.verification import Verdict
 from tests.helpers import values
 

@@ -82,7 +82,7 @@ def test_other_precisions(case: Callable[[], Case], dtype: torch.dtype) -> None:
 
 def test_sampled_start() -> None:
     """`HBP` may start this recursion with a sampled loss Hessian; with many draws it is that of KFRA."""
-    from bpk.extensions.secondorder.hbp import BackpropStrategy
+    from bpk.extensions.secondorder.strategies import BackpropStrategy
 
     hbp = E.HBP(backprop_strategy=BackpropStrategy.BATCH_AVERAGE, mc_samples=5000)
     model = run(gate()[0], rand(4, 3), nn.CrossEntropyLoss(), torch.randint(3, (4,)), hbp, E.KFRA())

@@ -13,8 +13,8 @@ from bpk.extensions import BatchDiagHessian, DiagHessian
 from bpk.fields.arrived import Columns
 from bpk.plan.step import Step
 from bpk.plan.stretch import StretchCall
-from bpk.sweeps.columns.column_sweep import Run
 from bpk.sweeps.columns.merging import Merging, added_up, distinct
+from bpk.sweeps.columns.run import Run
 from bpk.sweeps.stretches.residual import StretchResidual
 from tests.helpers import backward
 from tests.references.kronecker import jacobian

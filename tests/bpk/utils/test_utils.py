@@ -19,6 +19,7 @@ from bpk.utils import examples, kroneckers
 from bpk.utils.convert_parameters import parameter_list_to_vector, vector_to_parameter_list
 from bpk.utils.examples import autograd_diag_ggn_exact, autograd_diag_hessian
 from bpk.utils.module_classification import is_loss, is_nll
+from bpk.utils.sparse_factors import sparse_diagonal
 from bpk.utils.subsampling import subsample
 from tests.helpers import backward, data, mlp
 
@@ -107,7 +108,7 @@ def test_sparse_diagonal_factor(layout: torch.layout) -> None:
 def test_large_sparse_factor_stays_sparse() -> None:
     """A vocabulary of 50,000: its dense factor would take 10 GB."""
     size = 50_000
-    a = kroneckers.sparse_diagonal(torch.rand(size))
+    a = sparse_diagonal(torch.rand(size))
     solve = kroneckers.inv_kfac_mat_prod([torch.eye(3), a], shift=0.5)
     assert solve(torch.ones(3 * size)).shape == (3 * size,)
 

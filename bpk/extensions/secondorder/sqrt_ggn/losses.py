@@ -10,8 +10,8 @@ from bpk.core.derivatives import derivatives_for
 from bpk.core.derivatives.losses import LossDerivatives
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.module_extension import GradTuple
-from bpk.extensions.secondorder.hbp import LossHessianStrategy
 from bpk.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule, made_for
+from bpk.extensions.secondorder.strategies import LossHessianStrategy
 
 
 class SqrtGGNBaseLossModule(SqrtGGNBaseModule):
