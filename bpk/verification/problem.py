@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 
-from bpk.dataset.model_as_found import Buffers
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.nested import mapped, tensors_in
 from bpk.jacobians.second_order.fused import group_norm
@@ -108,7 +108,7 @@ class Problem:
     inputs: Arguments
     targets: tuple[Any, ...]
     seed: int
-    found: dict[nn.Module, Buffers] = field(default_factory=dict)
+    found: dict[nn.Module, list[tuple[nn.Module, str, int, Tensor]]] = field(default_factory=dict)
     """Buffers of models as they were: every forward pass starts from these (spectral normalisation changes them)."""
 
     @classmethod
@@ -156,11 +156,18 @@ class Problem:
         return called(*chosen.args, **chosen.kwargs)
 
     def put_back(self, model: nn.Module) -> None:
-        """Let the buffers of a model be those with which it came here."""
-        if model in self.found:
-            self.found[model].put_back()
-        else:
-            self.found[model] = Buffers(model)
+        """Let the buffers of a model be those with which it came here, in new memory: graphs keep the last ones."""
+        if model not in self.found:
+            self.found[model] = [
+                (part, name, id(x), x.clone())
+                for part in model.modules()
+                for name, x in part.named_buffers(recurse=False)
+                if not is_lazy(x)
+            ]
+            return
+        copies: dict[int, Tensor] = {}  # several parts may have one
+        for part, name, number, before in self.found[model]:
+            part._buffers[name] = copies.setdefault(number, before.clone())
 
     def objective(self, output: Any, loss: nn.Module | None = None) -> Tensor:
         """The loss of an output; one that is a tuple is passed as one argument, or as several where these fit."""

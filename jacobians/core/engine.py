@@ -34,7 +34,10 @@ ENTRIES = (
     "torch._vmap_internals._vmap",
     "torch._foreach_add_",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    "torch.ops.aten._batch_norm_with_update",
     "torch.ops.mkldnn._linear_pointwise",
+    "torch._batch_norm_impl_index",
+    "torch._native_batch_norm_legit",
     "torch.ones(1, requires_grad=True).exp().grad_fn.next_functions[0][0].variable",
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
@@ -94,6 +97,13 @@ def is_checkpointed(node: Node, name: str) -> bool:
     hooks = [getattr(one, "unpack_hook", None) for one in (kept if isinstance(kept, (tuple, list)) else (kept,))]
     return any(getattr(hook, "__module__", None) == "torch.utils.checkpoint" for hook in hooks)
 
+
+BATCH_NORMS = (
+    *(torch._batch_norm_impl_index, torch._native_batch_norm_legit),
+    torch.ops.aten._batch_norm_with_update,
+)
+"""Batch normalisations that other ones and exported programs call, and that return statistics as well. If one goes:
+nobody calls it."""
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 """What a node is called that collects the gradient of a leaf."""

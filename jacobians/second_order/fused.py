@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bpk.jacobians.core.engine import BATCH_NORMS
 from bpk.jacobians.core.numeric import safe_sqrt
 from bpk.jacobians.second_order.algebra import ALGEBRA, NOT_THRICE, NOT_TWICE
 from bpk.jacobians.second_order.forward_mode import require_forward_mode
@@ -200,7 +201,7 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
 
 OTHERS = (
     *(torch.native_layer_norm, torch.native_group_norm, torch.native_batch_norm, torch.batch_norm_update_stats),
-    *(torch._native_batch_norm_legit, torch._batch_norm_impl_index, torch.ops.aten._batch_norm_with_update),
+    *BATCH_NORMS,
     *NOT_TWICE,
 )
 """Functions for which nothing stands: fused ones whose further results have no derivative, and some of algebra."""

@@ -104,7 +104,8 @@ class Places:
 class Brought:
     """What autograd has brought of a single column: to calls and ends of functions (`columns`), and `inside` of calls.
 
-    `left` has the parameters of these calls that wait for the column at the output.
+    `left` has the parameters of these calls that wait for the column at the output; `is_everywhere` says whether
+    something has come to all places.
     """
 
     def __init__(self, places: Places, loss: Step, key: Hashable, mats: Mapping[Wrt, Tensor]) -> None:
@@ -113,26 +114,35 @@ class Brought:
         vectors = [record.entrance(int(index)).to_graph(mat)[0] for index, mat in mats.items()]
         edges = places.edges
         found = iter(places.plan.pull(ends, vectors, edges) if edges else ())
+        self.is_everywhere = True
         self.columns: dict[Step, Columns] = {}
         self.inside: dict[Step, list[tuple[InnerProduct, Columns]]] = {}
         for step in places.steps:
             if (grad := step.gradient_of(found)) is not None:
                 self.columns[step] = one(key, grad)
+            self.is_everywhere &= grad is not None
         for stretch in places.ends.values():
             if (grad := next(found)) is not None:
                 self.columns[stretch] = one(key, stretch.record.entrance(stretch.index).one_to_rule(grad))
+            self.is_everywhere &= grad is not None
         for step, products in places.inside.items():
             at_output = self.columns.get(step)
             if not self.left[step]:
                 self.columns.pop(step, None)
             each = [at_output if x.is_output else rows_of(x, key, next(found)) for x in products]
             self.inside[step] = [(x, mine) for x, mine in zip(products, each, strict=True) if mine is not None]
+            self.is_everywhere &= len(self.inside[step]) == len(products)
 
     @classmethod
     def begin(cls, plan: Plan, room: int, loss: Step, key: Hashable, mats: Mapping[Wrt, Tensor]) -> Brought | None:
-        """The column `mats` at the inputs of a loss, taken on (`None`: rules have to, or it has no `room`)."""
+        """The column `mats` at the inputs of a loss, taken on (`None`: rules have to, or it has no `room`).
+
+        Where nothing has come to a place, a rule may still know of one: it has spread a mask over heads itself, which
+        is no part of the graph.
+        """
         places = Places(plan, room)
-        return cls(places, loss, key, mats) if places.served else None
+        found = cls(places, loss, key, mats) if places.served else None
+        return found if found is not None and found.is_everywhere else None
 
 
 def one(key: Hashable, column: Tensor) -> Columns:
