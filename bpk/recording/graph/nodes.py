@@ -37,12 +37,14 @@ OPERANDS = {
 OF_MATRICES = ("Mm", "Addmm")
 """Products of two matrices."""
 
-ALONE = words("""Abs Add Addmm Alias Amax Amin Bmm Cat Clamp ClampMax ClampMin Clone Cos Cosh Cumprod Cumsum
-Diagonal DiagEmbed Div Elu Erf Exp Expm1 Flip Gelu Identity LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx
-LinalgMatrixExp LinalgQr LinalgSolveEx LinalgSolveTriangular LinalgSvd LinalgVectorNorm Log Log1P LogSigmoid
-LogSoftmax Logsumexp Matmul Max Mean Min Mm Mul Mv Neg Norm Permute Pow Prod Reciprocal Relu ReshapeAlias Roll Rsqrt
-Select Sigmoid Silu Sin Sinh Slice Softmax Softplus Sort Split SplitWithSizes Sqrt Squeeze Stack Std Sub Sum T Tan
-Tanh ToCopy Transpose Tril Triu Unbind UnsafeView Unsqueeze Var View""")
+ALONE = words("""Abs Acos Add Addcdiv Addcmul Addmm Addmv Addr Alias Amax Amin Asin Atan Atan2 Atanh Baddbmm Bmm Cat
+Celu Clamp ClampMax ClampMin Clone Cos Cosh Cumprod Cumsum DiagEmbed Diagonal Div Dot Elu Erf Erfc Exp Exp2 Expm1
+Flip Gelu Hardsigmoid Hardswish Hardtanh Hypot Identity LeakyRelu Lerp LinalgCholeskyEx LinalgCross LinalgDet
+LinalgEigh LinalgInvEx LinalgMatrixExp LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular LinalgSvd
+LinalgVectorNorm Log Log10 Log1P Log2 LogSigmoid LogSoftmax Logaddexp Logsumexp Matmul Max Maximum Mean Min Minimum
+Mish Mm Mul Mv Neg Norm Permute Pow Prod Reciprocal Relu ReshapeAlias Roll Round Rsqrt Rsub Select Sgn Sigmoid Sign
+Silu Sin Sinh Slice Softmax Softplus Sort Split SplitWithSizes Sqrt Squeeze Stack Std Sub Sum T Tan Tanh Threshold
+ToCopy Trace Transpose Tril Triu Unbind UnsafeView Unsqueeze Var Vdot View""")
 """Functions whose results have no size but those of their arguments, and look nothing up."""
 
 ALONE_OF = "bpk.alone"

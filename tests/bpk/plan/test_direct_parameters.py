@@ -203,3 +203,23 @@ def test_parameters_that_a_layer_takes_in_another_form(model: type[nn.Module], s
     x, y = torch.randn(shape), torch.randint(3, (N,))
     found = bpk.verify(model(), nn.CrossEntropyLoss(), x, y, *quantities, raise_on_error=True)
     assert not found.of(Verdict.REFUSED), found
+
+
+MADE_OF_PARAMETERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dot": lambda u, w: u + (w @ u).tanh() * w,  # a planar flow
+    "rsub": lambda u, w: (1 - w) * u + w * u.exp(),
+    "maximum": lambda u, w: torch.maximum(u, w) + w.atan(),
+    "lerp": lambda u, w: torch.lerp(u, w, 0.3) + F.leaky_relu(w),
+}
+
+
+@pytest.mark.parametrize("made", list(MADE_OF_PARAMETERS))
+@pytest.mark.parametrize("n", [N, 4])
+def test_sums_of_parameters_have_no_samples(made: str, n: int) -> None:
+    """No layer tells where samples are: what functions add up of parameters alone has no rows that could."""
+
+    def forward(m: Direct, x: Tensor) -> Tensor:
+        u, w = m.p.unbind()
+        return x + MADE_OF_PARAMETERS[made](u, w) * torch.tanh(x @ w)[:, None]
+
+    check(Direct(forward, {"p": rand(2, N)}), rand(n, N), nn.MSELoss(), rand(n, N), factors=False)
