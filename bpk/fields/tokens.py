@@ -70,9 +70,11 @@ def norms_by_token(uses: Uses) -> Tensor:
     found: Tensor | None = None
     for key in uses.keys:
         (start, stop), columns = tokens_at(key), norms_of(uses, key)
-        if not start < stop <= start + len(columns):  # predictions have no entries: a column of zeros
-            columns = columns.new_zeros(stop - start, columns.shape[1])
-        each = columns.unflatten(0, (stop - start, -1)).sum(1) if start < stop else columns
+        count, n = stop - start, columns.shape[1]
+        if 0 < count <= len(columns):
+            each = columns.unflatten(0, (count, -1)).sum(1)
+        else:  # predictions have no entries: a column of zeros
+            each = columns.new_zeros(count, n)
         part = pad(each.T, (start, last - stop))
         found = part if found is None else found + part
     assert found is not None

@@ -7,7 +7,6 @@ from numbers import Real
 from reprlib import repr
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
@@ -39,8 +38,8 @@ def require_size(name: str, sizes: Sequence[int], fits: bool, param: Tensor) -> 
         )
 
 
-def require_named(what: str, given: Any, names: Iterable[str] = ()) -> None:
-    """Refuse what is no tensor for each of these parameters."""
+def require_by_name(what: str, given: Any) -> None:
+    """Refuse what does not say something of each parameter by its name."""
     if not isinstance(given, Mapping):
         raise TypeError(
             explain(
@@ -49,6 +48,11 @@ def require_named(what: str, given: Any, names: Iterable[str] = ()) -> None:
                 f"pass a dictionary: {what}={{name: ... for name, p in model.named_parameters()}}.",
             )
         )
+
+
+def require_named(what: str, given: Any, names: Iterable[str] = ()) -> None:
+    """Refuse what is no tensor for each of these parameters."""
+    require_by_name(what, given)
     for name in names:
         if name not in given:
             raise ValueError(f"{what} has nothing for '{name}': pass a tensor for each parameter that is named.")
@@ -59,7 +63,7 @@ def require_named(what: str, given: Any, names: Iterable[str] = ()) -> None:
 
 def require_matrices(what: str, given: Any) -> None:
     """Refuse what are no one or two square matrices for each parameter."""
-    require_named(what, {name: torch.empty(0) for name in given} if isinstance(given, Mapping) else given)
+    require_by_name(what, given)
     for name, some in given.items():
         if not isinstance(some, Sequence) or len(some) not in (1, 2) or not all(is_square(x) for x in some):
             found = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in some]
