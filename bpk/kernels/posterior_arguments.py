@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from bpk.jacobians.core.errors import explain
+from bpk.utils.kroneckers import is_square
 
 
 def variances_of(name: str, variances: Tensor, param: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def require_matrices(what: str, given: Any) -> None:
     """Refuse what are no one or two square matrices for each parameter."""
     require_by_name(what, given)
     for name, some in given.items():
-        if not isinstance(some, Sequence) or len(some) not in (1, 2) or not all(is_square(x) for x in some):
+        if not isinstance(some, Sequence) or len(some) not in (1, 2) or not all(map(is_square, some)):
             found = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in some]
             raise ValueError(
                 explain(
@@ -74,11 +75,6 @@ def require_matrices(what: str, given: Any) -> None:
                     f"pass a list: {what}={{name: [G, A]}}.",
                 )
             )
-
-
-def is_square(x: Any) -> bool:
-    """Whether something is a square matrix."""
-    return isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] == x.shape[1]
 
 
 def require_numbers(**given: Any) -> None:

@@ -199,7 +199,7 @@ def checked(factors: Sequence[Tensor]) -> list[Tensor]:
     given = [*factors] if isinstance(factors, Iterable) and not isinstance(factors, Tensor) else [factors]
     shapes = [list(f.shape) if isinstance(f, Tensor) else type(f).__name__ for f in given]
     one = isinstance(factors, Tensor)  # whose rows would be taken for factors
-    if one or not given or not all(isinstance(f, Tensor) and is_matrix(f) and f.shape[0] == f.shape[1] for f in given):
+    if one or not given or not all(map(is_square, given)):
         raise ValueError(
             explain(
                 f"Kronecker factors must be square matrices, got {'one tensor, of ' * one}shapes {shapes}.",
@@ -208,6 +208,11 @@ def checked(factors: Sequence[Tensor]) -> list[Tensor]:
             )
         )
     return given
+
+
+def is_square(x: object) -> bool:
+    """Whether something is a square matrix."""
+    return isinstance(x, Tensor) and is_matrix(x) and x.shape[0] == x.shape[1]
 
 
 def checked_matrices(*matrices: Tensor) -> Sequence[Tensor]:
