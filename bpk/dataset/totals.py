@@ -9,6 +9,7 @@ import torch
 
 from bpk.extensions.over_batches import OverBatches, Parts, Size, Sums
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.numeric import is_finite
 
 GRADIENT = "grad"
 """The field of the gradient, which is added up beside those of extensions."""
@@ -71,7 +72,7 @@ class Totals:
             for name, parts in by_name.items():
                 for x in parts.values():
                     x = x.coalesce().values() if x.is_sparse else x
-                    if not (x.sum().isfinite() or torch.isfinite(x).all()):  # a sum takes less, and may overflow
+                    if not is_finite(x):
                         raise ValueError(
                             explain(
                                 f"'{field}' of parameter '{name}' is not finite after {self.batches} batches.",

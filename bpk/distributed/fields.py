@@ -54,7 +54,8 @@ def all_reduce(
     ...     loss_fn(model(torch.randn(8, 4)), torch.arange(8) % 3).backward()
     >>> bpk.distributed.all_reduce(model, *extensions)  # in one process, nothing happens
     """
-    rules = {e.savefield: rule for e, rule in [(e, rule_of(e, batch_averages)) for e in extensions]}
+    declared = [rule_of(e, batch_averages) for e in extensions]  # refuses what is none, which has no field
+    rules = {e.savefield: rule for e, rule in zip(extensions, declared, strict=True)}
     require_divisor(divisor)
     if not are_several(group):
         return

@@ -16,6 +16,7 @@ from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.extensions.secondorder.strategies import BackpropStrategy, LossHessianStrategy
 from bpk.jacobians.core.room import WHOLE
+from bpk.utils.kroneckers import is_square
 from bpk.utils.sparse_factors import diagonal
 from bpk.verification.layers import Side, bias_of
 from bpk.verification.place import Extent, Place
@@ -58,7 +59,7 @@ class Factors(Check):
 
     def part(self, factor: Any, entries: Tensor, size: int | None = None) -> Tensor:
         """A principal submatrix."""
-        if not isinstance(factor, Tensor) or factor.dim() != 2 or factor.shape[0] != factor.shape[1]:
+        if not is_square(factor):
             raise Mismatch("a factor is no square matrix")
         if size is not None and len(factor) != size:
             raise Mismatch(f"the only factor has {len(factor)} rows, and the parameter {size} entries")

@@ -75,7 +75,7 @@ def at_once(size: int, device: torch.device) -> int:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether all numbers are: they are if their sum is, which takes a part of the time."""
+    """Whether all numbers are: they are if their sum is, which takes a part of the time, and may overflow."""
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
