@@ -130,7 +130,7 @@ GELU = {
     "tanh": "where(abs(x) > 30, (x + abs(x))/2, x/2*(1 + tanh(sqrt(2/pi)*(x + 0.044715*x**3))))",
 }
 SELU = {"alpha": 1.6732632423543772848170429916717, "scale": 1.0507009873554804934193349852946}
-SIXTH = float(torch.tensor(1 / 6, dtype=torch.float32))
+SIXTH = float(torch.tensor(1 / 6, dtype=torch.float32, device="cpu"))
 """The slope of `Hardsigmoid` in PyTorch's backward pass, even in float64: quantities here agree with `.grad`."""
 HARDTANH = "where(x <= min_val, min_val, where(x >= max_val, max_val, x))"
 T = torch.Tensor

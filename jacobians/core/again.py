@@ -22,7 +22,7 @@ def call_again(
 ) -> Any:
     """`torch.func.functional_call` of what lies between the hooks on a module."""
     named = {f"{INSIDE}.{name}": p for name, p in with_tied(module, params).items()}
-    with without_backward_hooks(module):
+    with without_backward_hooks(module), engine.by_default():
         return torch.func.functional_call(Unhooked(module), named, args, dict(kwargs or {}), tie_weights=False)
 
 

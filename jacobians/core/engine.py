@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ ENTRIES = (
     "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.variable.Variable._execution_engine.run_backward",
     "torch._vmap_internals._vmap",
+    "torch._GLOBAL_DEVICE_CONTEXT",
     "torch._foreach_add_",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.ops.aten._batch_norm_with_update",
@@ -211,6 +212,16 @@ GLOBAL_FORWARD_HOOKS: OrderedDict[int, Any] = of_all._global_forward_hooks  # ty
 """What users have registered to run after the forward pass of any module, before hooks of its own.
 
 If it goes: nothing is known of such hooks, and they must not change results."""
+
+
+def by_default() -> AbstractContextManager[Any]:
+    """Make tensors where `torch.set_default_device` says: torch sets that aside in all that `backward()` runs.
+
+    If it goes: nothing; functions that make tensors are then refused where they are called again, on other devices
+    than the processor.
+    """
+    given = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return nullcontext() if given is None else torch.device(given.device)
 
 
 def flat_weight_names(layer: nn.RNNBase) -> Sequence[str]:

@@ -146,6 +146,7 @@ def test_every_quantity(make: type[nn.Module]) -> None:
     assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
 
 
+@pytest.mark.processor("another kernel runs elsewhere")
 def test_fused_attention() -> None:
     torch.manual_seed(0)
     model, tokens, y = Attention(), torch.randint(7, (3, 4)), torch.randint(7, (12,))

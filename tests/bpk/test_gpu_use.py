@@ -81,7 +81,7 @@ def test_memory_is_given_back() -> None:
             for field in FIELDS.values():
                 vars(p).pop(field, None)
         held.append(torch.cuda.memory_allocated())
-    assert len(set(held[1:])) == 1
+    assert max(held[2:]) <= held[1]
 
 
 def test_a_limit_of_memory() -> None:

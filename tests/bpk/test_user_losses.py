@@ -203,6 +203,29 @@ def test_losses_of_users(loss: nn.Module) -> None:
                 torch.testing.assert_close(p.kflr[0], ggn)
 
 
+class MakesTensors(nn.Module):
+    """What it computes depends on where tensors are made by default."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (2.0 if torch.empty(0).is_meta else 3.0) * functional.cross_entropy(logits, target)
+
+
+def test_tensors_are_made_where_the_user_says() -> None:
+    """Torch sets the default device aside while `backward()` runs, and losses are called again in there."""
+    device, losses = torch.get_default_device(), (nn.CrossEntropyLoss(), MakesTensors())
+    (model, x, target), found = network(), []
+    for loss in losses:
+        torch.set_default_device(device if loss is losses[0] else "meta")
+        try:
+            with bpk.backpack(E.DiagHessian(), E.DiagGGNExact()):
+                bpk.extend(loss)(model(x), target).backward()
+        finally:
+            torch.set_default_device(device)
+        found.append([(p.diag_h, p.diag_ggn_exact) for p in model.parameters()])
+    for once, twice in zip(*found, strict=True):
+        torch.testing.assert_close([2 * value for value in once], list(twice))
+
+
 def test_a_function_of_the_mean_couples_samples() -> None:
     model, x, target = network()
     loss = bpk.extend(Squared())

@@ -260,6 +260,7 @@ class Noisy(TensorDataset):
         return x + torch.randn_like(x), y
 
 
+@pytest.mark.processor("samplers draw there")
 def test_augmented_batches_go_on(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     """Those that were passed are augmented in another way when they are loaded again; nobody minds."""
     model, batches = problem()

@@ -57,6 +57,7 @@ class Encoding(UserDict[str, Tensor]):
         return Encoding({key: x.to(device) for key, x in self.data.items()})
 
 
+@pytest.mark.processor("they are moved, or arrays of numpy")
 def test_batches_that_know_how_they_are_moved() -> None:
     batches = [Encoding(x=torch.randn(4, 3), y=torch.arange(4) % 2)]
 
@@ -86,6 +87,7 @@ class Pair:
     rest: Any
 
 
+@pytest.mark.processor("they are moved, or arrays of numpy")
 def test_batches_are_told_apart_by_what_they_hold() -> None:
     """Processes that share a loader, and runs that go on, compare nothing else."""
     for make in (lambda x: Pair(x, 0), lambda x: [x.numpy()], lambda x: {"y": Pair(torch.zeros(1), x.numpy())}):

@@ -47,6 +47,7 @@ class Attends(nn.Module):
         return self.head(self.layer(x)).transpose(1, 2)
 
 
+@pytest.mark.processor("there is no limit for columns elsewhere")
 @pytest.mark.parametrize("subsampling", [None, [2, 0]])
 def test_few_columns_travel_at_a_time(subsampling: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where fields are numbers: in the memory of few columns, and attention goes back once for each block."""

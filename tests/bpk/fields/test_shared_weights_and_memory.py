@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -64,7 +65,7 @@ def test_backward_inside_the_extension_hook() -> None:
     def hook(module: nn.Module) -> None:
         if module is model[-1]:
             with torch.enable_grad():
-                other_loss(other(x), torch.zeros(len(x), 3, dtype=x.dtype)).backward()
+                other_loss(other(x), x.new_zeros(len(x), 3)).backward()
             found.append(other[0].weight.grad_batch)
 
     with bpk.backpack(E.BatchGrad(), E.DiagGGNExact(), extension_hook=hook):
@@ -76,6 +77,7 @@ def test_backward_inside_the_extension_hook() -> None:
         assert p.diag_ggn_exact.shape == p.shape
 
 
+@pytest.mark.processor("arrays of numpy")
 def test_memory_of_a_field_that_somebody_holds_is_not_reused() -> None:
     model, loss_fn = extended(mlp())
     x, y = data()

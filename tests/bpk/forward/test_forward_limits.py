@@ -58,7 +58,7 @@ def gradient_inside(m: nn.Module, x: Tensor) -> Tensor:
         (into_buffer, "a tensor that does not"),
         (beside_a_view, "looks at the memory"),
         (taken_out, "looks at the memory"),
-        (as_array, "looks at the memory"),
+        pytest.param(as_array, "looks at the memory", marks=pytest.mark.processor("not so elsewhere")),
         (gradient_inside, "autograd's graph"),
         (lambda m, x: (x, x), "not a tensor"),
         (lambda m, x: torch.add(x, 1, out=torch.empty(N, D)), "out="),
@@ -70,7 +70,11 @@ def gradient_inside(m: nn.Module, x: Tensor) -> Tensor:
         (lambda m, x: torch.autograd.functional.vjp(torch.sin, x, x, create_graph=True)[1], "autograd's graph"),
         (lambda m, x: torch.autograd.functional.jvp(torch.sin, x, x, create_graph=True)[1], "autograd's graph"),
         (lambda m, x: x.as_subclass(Tensor).sin(), "underneath"),
-        (lambda m, x: torch.jit.trace(lambda y: y.sin() * y, torch.randn(N, D))(x), "underneath"),
+        pytest.param(
+            lambda m, x: torch.jit.trace(lambda y: y.sin() * y, torch.randn(N, D))(x),
+            "underneath",
+            marks=pytest.mark.processor("not so elsewhere"),
+        ),
     ],
 )
 def test_refusals(function: Callable[..., Tensor], message: str) -> None:

@@ -275,6 +275,7 @@ def test_curvlinops_conjugate_gradients(curvlinops: Any) -> None:
     torch.testing.assert_close(want @ (solve @ v), v, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.processor("arrays of numpy")
 def test_scipy() -> None:
     linalg = pytest.importorskip("scipy.sparse.linalg")
     torch.manual_seed(0)

@@ -287,6 +287,7 @@ def test_damped_inverse_is_that_of_the_dense_matrix() -> None:
     assert split_damping([zero, torch.eye(2)], 0.01) == [0.1, 0.1]
 
 
+@pytest.mark.processor("its processes are there")
 @pytest.mark.slow
 @pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo (torch.distributed)"

@@ -321,6 +321,7 @@ def test_sparse_data(extension: Callable[[], Any], layout: torch.layout) -> None
     assert saved(model) == set()
 
 
+@pytest.mark.processor("elsewhere torch has no tangents of an LSTM")
 def test_tangents_pass_an_extended_model() -> None:
     """Forward mode by `torch.autograd.forward_ad`, which sees parameters that require gradients."""
     x, _ = data()

@@ -244,6 +244,7 @@ def test_references_count_trainable_parameters() -> None:
 
 
 # ---- data ---------------------------------------------------------------------------------------
+@pytest.mark.processor("samplers draw there")
 def test_digits_take_the_place_of_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)  # as if torchvision were not installed
@@ -259,6 +260,7 @@ def test_digits_take_the_place_of_mnist(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum(len(y) for _, y in batches) == 1797
 
 
+@pytest.mark.processor("samplers draw there")
 def test_mnist_is_loaded_where_it_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The arguments that torchvision gets, seen by a stand-in."""
     asked: dict[str, object] = {}

@@ -103,6 +103,7 @@ def test_quantities_in_the_place_of_targets_are_refused(quantity: Any) -> None:
         bpk.verify(nn.Linear(3, 2), None, torch.randn(4, 3), quantity)
 
 
+@pytest.mark.processor("elsewhere no process survives such an index")
 def test_models_that_take_whole_batches_only() -> None:
     model = Assembled(lambda m, x: m.a(x)[torch.tensor([4, 3, 2, 1, 0])], a=nn.Linear(4, 2))  # a graph's edges, say
     result = bpk.verify(model, None, torch.randn(5, 4), None, *BOTH)

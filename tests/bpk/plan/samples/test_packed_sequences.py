@@ -58,6 +58,7 @@ def test_second_order(each: bool) -> None:
     bpk.verify(*problem(each), *quantities, raise_on_error=True)
 
 
+@pytest.mark.processor("elsewhere torch differentiates it twice")
 def test_what_cannot_be_differentiated_twice_is_refused_by_sample_and_not_remembered_for_sums() -> None:
     model, loss_fn, x, y = problem(each=False)
     with pytest.raises(NotImplementedError, match="differentiated twice"), bpk.backpack(BatchDiagHessian()):

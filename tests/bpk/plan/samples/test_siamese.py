@@ -178,7 +178,9 @@ def test_ggn(name: str) -> None:
         torch.testing.assert_close(p.diag_ggn_exact, diag.sum(0))
         torch.testing.assert_close(p.diag_ggn_exact_batch, diag)
         torch.testing.assert_close(p.sqrt_ggn_exact.square().sum(0), diag)
-        torch.testing.assert_close(p.diag_ggn_mc, diag.sum(0), atol=0.2 * float(diag.sum(0).abs().max()), rtol=0)
+        torch.testing.assert_close(
+            p.diag_ggn_mc, diag.sum(0), atol=0.2 * float(diag.sum(0).abs().max()) + 1e-30, rtol=0
+        )
         if p.dim() == 1:
             torch.testing.assert_close(p.kflr[0], reference.ggn[key].sum(0))
 

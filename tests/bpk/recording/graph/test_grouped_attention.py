@@ -95,6 +95,7 @@ def build(name: str) -> tuple[Grouped, Tensor, Tensor]:
     return Grouped(queries, keys, **made).double(), torch.randn(N, T, 5, dtype=torch.float64), torch.tensor([0, 2, 1])
 
 
+@pytest.mark.processor("another kernel runs elsewhere")
 @pytest.mark.parametrize("name", CASES)
 def test_every_quantity(name: str) -> None:
     model, x, y = build(name)
@@ -165,6 +166,7 @@ class AttendingModel(nn.Module):
         return self.last(z.transpose(1, 2).flatten(2)).mean(1)
 
 
+@pytest.mark.processor("another kernel runs elsewhere")
 def test_a_layer_that_is_the_kernel_it_has_chosen() -> None:
     """Its call is left to autograd, and the kernel's node is still read; references choose another kernel."""
     torch.manual_seed(0)
@@ -203,6 +205,7 @@ def test_present_but_none_is_not_missing() -> None:
     assert engine.saved_tensor(node, "result1") is None
 
 
+@pytest.mark.processor("another kernel runs elsewhere")
 @pytest.mark.parametrize("missing", ["is_causal", "attn_mask", "scale"])
 def test_an_option_that_was_renamed_changes_no_number(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The generic way is taken then: what autograd differentiates twice is refused, all else is right."""
@@ -231,6 +234,7 @@ class OtherMask(nn.Module):
         return self.head(F.scaled_dot_product_attention(q, k, k, attn_mask=mask)[:, 0].sum(1))
 
 
+@pytest.mark.processor("another kernel runs elsewhere")
 @pytest.mark.parametrize("keys", [4, 24])
 def test_a_mask_in_another_precision_gives_the_derivatives_of_what_the_kernel_computes(keys: int) -> None:
     torch.manual_seed(0)

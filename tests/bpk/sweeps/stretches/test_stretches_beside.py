@@ -57,6 +57,7 @@ QUANTITIES: dict[str, Callable[[], BackpropExtension]] = {
 }
 
 
+@pytest.mark.processor("another kernel runs elsewhere")
 @pytest.mark.parametrize("nonlinear", [False, True], ids=["parts", "functions"])
 @pytest.mark.parametrize("quantity", QUANTITIES)
 def test_together_and_apart(quantity: str, nonlinear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
