@@ -123,7 +123,7 @@ class BackpropExtension:
         """Options are checked, also where they change later."""
         if name == "subsampling":
             value = checked_indices(value)
-        elif name == "mc_samples" and value is not None:
+        elif name == "mc_samples" and (value is not None or name in vars(self)):  # without a number: exact
             value = positive(name, value)
         super().__setattr__(name, value)
 

@@ -84,7 +84,7 @@ class Preconditioner(ABC):
         self.looked_at: set[Tensor] = set()
         self.extension = extension
         self.extension.savefield = f"preconditioner_{extension.savefield}"  # users may ask for the same field
-        self.damping, self.decay = damping, constant(decay, weight_of_past)
+        self.damping, self.decay = constant(damping, positive_damping), constant(decay, weight_of_past)
         self.interval = constant(interval, steps_of)
         self.model, self.kl_clip, self.lr, self.grad_scaler, self.group = model, kl_clip, lr, grad_scaler, group
         self.steps, self.looks = 0, 0

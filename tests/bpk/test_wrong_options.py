@@ -235,6 +235,8 @@ def test_options_that_change_later() -> None:
         rows.subsampling = 3  # type: ignore[assignment]
     with pytest.raises(ValueError, match="mc_samples must be"):
         factors.mc_samples = 0
+    with pytest.raises(ValueError, match="mc_samples must be"):  # without a number, it would be KFLR
+        factors.mc_samples = None
 
 
 def test_strategies_by_their_values() -> None:
