@@ -75,9 +75,11 @@ def test_vector_of_the_wrong_shape(field: str) -> None:
 @pytest.mark.parametrize("bad", [-1.0, 0, float("nan"), "0.1", None], ids=str)
 @pytest.mark.parametrize("kind", [P.KFAC, P.EKFAC, P.DiagonalGGN])
 def test_damping_is_not_positive(kind: type[P.Preconditioner], bad: Any) -> None:
-    """Gradients would be divided by anything."""
+    """Gradients would be divided by anything. Of a number this is said before any step."""
     model, loss_fn = extended()
-    preconditioner = kind(model, damping=bad)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"damping must be positive, got(?s:.*)Do:"):
+        kind(model, damping=bad)  # type: ignore[call-arg]
+    preconditioner = kind(model, damping=lambda step: bad)  # type: ignore[call-arg]
     with preconditioner:
         x, y = data()
         loss_fn(model(x), y).backward()
