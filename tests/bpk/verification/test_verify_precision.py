@@ -14,6 +14,7 @@ from bpk import extensions as E
 from bpk.rules import REGISTRY
 from bpk.verification.eigenbasis import eigen, probe
 from bpk.verification.precision import coarsest
+from bpk.verification.rounding import Moving
 from tests.references.compare import Assembled
 
 EXACT = (E.BatchGrad(), E.DiagGGNExact(), E.DiagHessian(), E.KFLR())
@@ -206,6 +207,29 @@ def test_draws_that_never_happen_are_not_wrong() -> None:
     assert {row.note for row in result.rows if row.quantity == "KFAC"} == {
         "draws hardly differ: the predictions are too certain"
     }
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-4])
+def test_second_derivatives_that_cancel_are_not_wrong(size: float) -> None:
+    """A bias before a normalisation has none, as a sum of numbers that are larger the smaller the data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+    data = size * torch.randn(6, 4), torch.arange(6) % 3
+    result = bpk.verify(model, nn.CrossEntropyLoss(), *data, E.HMP(), E.GGNMP())
+    assert result.ok and not result.wrong, result
+
+
+def test_results_are_moved_wherever_they_are_computed() -> None:
+    """Also those in place; copies of the same memory, and numbers out of nothing, are as they were."""
+    x, size = torch.full((1000,), 3.0, dtype=torch.float64), 1e-6
+    with Moving(size, 0):
+        y, z, new, (values, _) = x * 1.0, x.clone(), torch.ones(3), torch.stack([x, x]).sort(0)
+        z.add_(0.0)
+        seen = x.view(10, 100)
+    for result in (y, z, values):
+        off = (result / 3.0 - 1.0).std()
+        assert 0.9 * size < off < 2 * size
+    assert torch.equal(seen.flatten(), x) and torch.equal(new, torch.ones(3)) and x.eq(3.0).all()
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.7, 1.4])
