@@ -213,9 +213,9 @@ def is_moved(root: Record, above: list[Record], sources: Sources, second_order: 
     n, calls = root.batch_size, with_last_call(root, above)
     before = False  # whether there are functions in front of all layers
     for record in calls:
-        if (second_order or record.params) and record.batch_size != n:
+        if record.batch_size != n and (second_order or uses_parameters(record, sources)):
             return True
-        before = before or bool(record.params and record.given and record.given[0][:1] != (n,))
+        before = before or bool(record.given and record.given[0][:1] != (n,) and uses_parameters(record, sources))
     for record in (*above, root):
         for index, source in sources[record].items():
             if source.targets and (source.stretch is not None or (not record.aligned and record.axis(index))):

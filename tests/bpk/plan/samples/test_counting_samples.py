@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bpk
@@ -153,3 +154,36 @@ def test_numbers_put_together() -> None:
 
     torch.manual_seed(0)
     check(Times(), torch.randn(3, 4, dtype=torch.double), torch.arange(3))
+
+
+FLAT = {
+    "inside": lambda x, weight: F.linear(x, 2 * weight).flatten(0, 1),
+    "before": lambda x, weight: F.linear(x.flatten(0, 1), 2 * weight),
+}
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+@pytest.mark.parametrize("place", [*FLAT, "by a layer"])
+@pytest.mark.parametrize(("n", "steps"), [(2, 3), (3, 2), (3, 3)])
+def test_predictions_that_are_flattened_where_functions_alone_use_parameters(n: int, steps: int, place: str) -> None:
+    """In first order alone, too: there, only calls with parameters were looked at."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.double))
+            self.flatten = nn.Flatten(0, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return FLAT[place](x, self.weight) if place in FLAT else self.flatten(F.linear(x, 2 * self.weight))
+
+    torch.manual_seed(0)
+    model, loss_fn = Flat(), nn.CrossEntropyLoss()
+    x, y = torch.randn(n, steps, 4, dtype=torch.double), torch.randint(3, (n * steps,))
+    parts = [loss_fn(model(x[k : k + 1]), y[steps * k :][:steps]) / n for k in range(n)]
+    rows = torch.stack([torch.autograd.grad(part, model.weight)[0] for part in parts])
+    model, loss_fn = bpk.extend(model), bpk.extend(loss_fn)
+    with bpk.backpack(E.BatchGrad(), E.Variance()):
+        loss_fn(model(x), y).backward()
+    torch.testing.assert_close(model.weight.grad_batch, rows)
+    torch.testing.assert_close(model.weight.variance, rows.var(0, unbiased=False))
