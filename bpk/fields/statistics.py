@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE, Averages, ClosedForm, Use
+from bpk.fields.arrived import PIECE, Averages, ClosedForm, Use, different_matrices
 from bpk.fields.nearest_kronecker import product_of
 from bpk.fields.products import Products
 from bpk.fields.rows import once
@@ -123,7 +123,9 @@ class Uses(Products):
         """`[G, A]` (or `[G]`), and in a second list `[A, G]` of uses that see the parameter transposed."""
         parts = self.orientations
         if len(parts) > 1 and all(part.input_factor(approximation) is not None for part in parts):
-            return [parts[0]._factors(approximation), parts[1]._factors(approximation)[::-1]]
+            found = [parts[0]._factors(approximation), parts[1]._factors(approximation)[::-1]]
+            if len({tuple(map(len, factors)) for factors in found}) == 1:
+                return found
         return [self._factors(approximation)]
 
     def _factors(self, approximation: str) -> list[Tensor]:
@@ -140,6 +142,8 @@ class Uses(Products):
         """`G`: the GGN block of what the input factor leaves (of the parameter itself, if there is no input factor)."""
         arrived = self.uses[0].arrived
         if isinstance(arrived, Averages):
+            if not beside_inputs and any(self.input_part(use, "default") is not None for use in self.uses):
+                raise different_matrices(self.param)
             return self._averaged_output_factor()
         if isinstance(arrived, ClosedForm):
             assert arrived.factor is not None
@@ -198,11 +202,16 @@ class Uses(Products):
 
     @once
     def input_factor(self, approximation: str = "default") -> Tensor | None:
-        """`A = sum a a^T / N` over samples, positions and uses, or `None` where there is none."""
+        """`A = sum a a^T / N` over samples, positions and uses, or `None` where there is none.
+
+        Nor is there one where uses see the parameter as different matrices: a convolution and a transposed one.
+        """
         self.uses[0].call.spares = self.spares
-        known = [part for use in self.uses if (part := self.input_part(use, approximation)) is not None]
+        parts = [self.input_part(use, approximation) for use in self.uses]
         self.uses[0].call.spares = None
-        return add_up(known) if len(known) == len(self.uses) else None
+        known = [part for part in parts if part is not None]
+        forms = {(len(part), use.rule.swaps_channels(use.name)) for part, use in zip(known, self.uses, strict=False)}
+        return add_up(known) if len(known) == len(parts) and len(forms) == 1 else None
 
     def input_part(self, use: Use, approximation: str) -> Tensor | None:
         """The share of one use. A rule divides by the rows of its call, which need not be the samples of the batch.

@@ -52,6 +52,13 @@ class Side:
     """Looks at the weight by groups and positions."""
     in_front: bool = True
     """Whether samples are along the first axis of what comes out; otherwise the layer says where they are."""
+    swapped: bool = False
+    """Whether the output belongs to the second axis of several (transposed convolutions)."""
+
+    def fits(self, product: Product) -> bool:
+        """Whether factors may be those of a further use, too: its matrix is the same, or the transposed one."""
+        sizes = product.sizes if product.transposed == self.table else product.sizes[::-1]
+        return self.sizes == sizes and self.swapped == product.swapped
 
 
 class Layers:
@@ -80,10 +87,13 @@ class Layers:
             self.functions.note(product.weight, [result])
             return result
         sides = self.sides.get(name, [])
+        if not all(side.fits(product) for side in sides):  # no factors are those of both
+            self.functions.note(product.weight, [result])
+            return result
         side = next((side for side in sides if side.table == product.transposed), None)
         if side is None:
             bias = result.new_zeros(product.sizes[0]).requires_grad_()
-            side = Side(product.sizes, bias, table=product.transposed)
+            side = Side(product.sizes, bias, table=product.transposed, swapped=product.swapped)
         side.input_first, side.oriented = product.input_first, product.oriented
         self.sides[name] = [side, *(other for other in sides if other is not side)]
         moved = product.channels_behind(result) + side.bias * product.counts

@@ -22,8 +22,8 @@ class Product:
     """A call of a function that multiplies with a weight, `[out, in]` or `transposed`.
 
     `again` gives its result for another weight, without bias. `order` are the axes of the result with the last `outs`
-    for the output's channels. Factors are listed as `[A, G]` where it is `input_first`, and `counts` `[..., 1]` is zero
-    at rows that autograd ignores.
+    for the output's channels. Factors are listed as `[A, G]` where it is `input_first`; `G` belongs to the second of
+    several axes where channels are `swapped`, and `counts` `[..., 1]` is zero at rows that autograd ignores.
     """
 
     weight: Tensor
@@ -34,6 +34,7 @@ class Product:
     input_first: bool = False
     outs: int = 1
     counts: Tensor | float = 1.0
+    swapped: bool = False
 
     @property
     def sizes(self) -> tuple[int, int]:

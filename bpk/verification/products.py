@@ -119,12 +119,13 @@ class Functions(TorchFunctionMode):
             counts = 1.0 if padding is None else (given["input"] != padding % len(weight))[..., None].to(weight)
             return Product(weight, again, axes, as_matrix(len(weight), True), True, counts=counts)
         axes.append(axes.pop(1 - weight.dim()))
+        swapped = name.startswith("conv_transpose")
 
         def oriented(w: Tensor) -> Tensor:
             parts = w.view(groups, -1, w.shape[1], w.shape[2:].numel())
-            return parts.transpose(1, 2) if name.startswith("conv_transpose") else parts
+            return parts.transpose(1, 2) if swapped else parts
 
-        return Product(weight, again, axes, oriented)
+        return Product(weight, again, axes, oriented, swapped=swapped)
 
     def of_matrix(self, factor: Tensor, x: Tensor, right: bool, result: Tensor) -> Product | None:
         """`x @ factor`, or `factor @ x`."""

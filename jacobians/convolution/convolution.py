@@ -241,6 +241,9 @@ class ConvTranspose(ChannelsFirst):
         split = weight.reshape(*lead, groups, shape[0] // groups, shape[1], -1)
         return split.transpose(-2, -3).flatten(-2)
 
+    def swaps_channels(self, param: str) -> bool:
+        return param == "weight"
+
     def as_weight(self, call: Call, matrix: Tensor) -> Tensor:
         shape, groups = call.params["weight"].shape, call.options.groups
         split = matrix.reshape(*matrix.shape[:-1], shape[0] // groups, shape[2:].numel())

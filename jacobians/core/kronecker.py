@@ -50,6 +50,10 @@ class Kronecker(ABC):
         """Whether factors are listed as `[A, G]`, in the order of the parameter's axes, where it is transposed."""
         return False
 
+    def swaps_channels(self, param: str) -> bool:
+        """Whether `G` belongs to the second axis of the parameter and `A` to all others (transposed convolutions)."""
+        return False
+
     def kron_output(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """The factor `G` from columns `[V, N, *out]`. Default: the parameter's whole GGN block `[P, P]`."""
         rows = self.kron_rows(call, mat, param, approximation).flatten(0, -2)

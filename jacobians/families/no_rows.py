@@ -49,6 +49,9 @@ class NoRows(Rule):
     def input_first(self, param: str) -> bool:
         return self.rule.input_first(param)
 
+    def swaps_channels(self, param: str) -> bool:
+        return self.rule.swaps_channels(param)
+
     def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         factor = self.rule.kron_input(call, param, approximation)
         width = 1 if factor is None else len(factor)

@@ -60,7 +60,7 @@ class Averaged(Player):
     def prepare(self) -> None:
         self.waiting: dict[Tensors, dict[Tensors, Tensor]] = {}
         self.uses: UsesById = {}
-        self.whole: dict[Tensors, bool] = {}
+        self.kinds: dict[Tensors, tuple[bool, bool]] = {}
 
     def visit(self, step: Step) -> None:
         if step.is_loss or step in self.waiting:
@@ -179,7 +179,7 @@ class Averaged(Player):
             if block is not None:
                 assert step.rule is not None
                 pulled = pull_mean(step.rule, step.view(self.samples), block.T, name)
-                if pulled.shape[0] != pulled.shape[1] or self.whole[key] != whole(step, name, len(pulled)):
+                if pulled.shape[0] != pulled.shape[1] or self.kinds[key] != kind(step, name, len(pulled)):
                     raise uses_of_two_kinds(param, step)
                 found[name] = pulled + pulled.T
                 if name not in step.reused:
@@ -196,11 +196,11 @@ class Averaged(Player):
             key = self.owner(step, name)
             for index, link in step.links.items():
                 between = mean_between(rule, view, matrix, index, name)
-                self.whole[key] = whole(step, name, between.shape[1])
+                self.kinds[key] = kind(step, name, between.shape[1])
                 self.link(link.producer, key, link.rows_back(between.T).T)
             if outputs:
                 pulled = pull_mean(rule, view, stacked(outputs), name)
-                self.whole[key] = whole(step, name, pulled.shape[1])
+                self.kinds[key] = kind(step, name, pulled.shape[1])
                 self.cross(outputs, [(key, pulled)])
 
     def owner(self, step: Step, name: str) -> tuple[int, bool]:
@@ -230,7 +230,9 @@ def stacked(row: dict[Tensors, Tensor]) -> Tensor:
     return torch.cat([block.T for block in row.values()])
 
 
-def whole(step: Step, name: str, width: int) -> bool:
-    """Whether the block of a parameter, of this width, is that of all its entries, and no Kronecker factor."""
-    assert step.rule is not None
-    return width == step.params[name].numel() and step.rule.kron_input(step.call, name) is None
+def kind(step: Step, name: str, width: int) -> tuple[bool, bool]:
+    """Whether the block of a parameter, of this width, is that of all its entries, and whether channels are swapped."""
+    rule = step.rule
+    assert rule is not None
+    whole = width == step.params[name].numel() and rule.kron_input(step.call, name) is None
+    return whole, rule.swaps_channels(name)
