@@ -57,7 +57,7 @@ class Source:
     @cached_property
     def functions(self) -> frozenset[str]:
         """The names of the functions of a stretch."""
-        return frozenset(node.name() for node in self.nodes)
+        return frozenset([node.name() for node in self.nodes])
 
     @cached_property
     def is_linear(self) -> bool:

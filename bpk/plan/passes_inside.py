@@ -26,7 +26,7 @@ def require_no_pass_inside(source: Source, extended: ExtendedParameters) -> None
     Raises:
         RuntimeError: If there is one.
     """
-    users = [function for node in source.nodes if (function := engine.users_function(node)) is not None]
+    users = [function for function in map(engine.users_function, map(type, source.nodes)) if function is not None]
     if not users or source.stretch is None:
         return
     before = [(p, p.grad, version(p.grad)) for p in extended.params]

@@ -177,7 +177,7 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters, again: Cal
     for target, _ in targets.values() if leaves else ():
         extended.look_at(target.module)
     trained = tuple(leaf for leaf in leaves if leaf in extended)
-    if (targets or trained) and any(each.name() == REENTRANT for each in seen):
+    if (targets or trained) and REENTRANT in [each.name() for each in seen]:
         raise reentrant(f"'{consumer.path}' is given what comes out of")
     source = Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))
     require_no_pass_inside(source, extended)

@@ -215,10 +215,11 @@ node_class = attrgetter("_backward_cls")
 """The class of the nodes that a function puts into the graph. If it goes: the type of the `grad_fn` of an example."""
 
 
-def users_function(node: Node) -> type[Function] | None:
-    """The function that a user or a package wrote in Python, and that put a node into the graph (`None`: torch's own).
-    If it goes: none, so that one whose backward pass adds to `.grad` is not refused."""
-    function: type[Function] | None = getattr(type(node), "_forward_cls", None)
+@lru_cache(maxsize=1024)
+def users_function(kind: type[Node]) -> type[Function] | None:
+    """The function that a user or a package wrote in Python, and that puts nodes of a class into the graph (`None`:
+    torch's own). If it goes: none, so that one whose backward pass adds to `.grad` is not refused."""
+    function: type[Function] | None = getattr(kind, "_forward_cls", None)
     package = "" if function is None else function.__module__.partition(".")[0]
     return None if package in ("", "torch", "bpk") else function
 

@@ -9,6 +9,7 @@ from operator import is_
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import WithArguments
@@ -26,6 +27,10 @@ COUNT, COUNTED = "num_batches_tracked", ("running_mean", "running_var")
 ones of an earlier call in evaluation mode; but it counts."""
 
 
+FIXED = "_bpk_hyperparameters"
+"""Under which name what stands for a layer that nobody has made keeps those of all its calls."""
+
+
 def is_setting(value: Any) -> bool:
     """Whether this is a hyperparameter: no tuple of tensors, say, which a layer keeps of its last call."""
     kind = type(value)
@@ -41,7 +46,7 @@ def hyperparameters_of(module: nn.Module, options: Any) -> Hyperparameters:
     """Those of a call that was made now: where there are no tensors among them, of all calls that find the same."""
     fields = module.__dict__
     mark: Mark | None = fields.get(MARK)
-    known: Hyperparameters | None = None if mark is None else mark.hyperparameters
+    known: Hyperparameters | None = fields.get(FIXED) if mark is None else mark.hyperparameters
     if known is None or not all(map(is_, map(fields.get, known.plain), known.plain.values())):
         known = Hyperparameters(settings_of(module))
         if mark is not None:
@@ -82,7 +87,8 @@ class Hyperparameters:
 
     `plain` are the plain attributes of the module, its mode (training or evaluation) among them, `buffers` its buffers
     with what tells whether they still have their values, and `given` tells so of tensors among the options of the call,
-    where these are not the `module` itself.
+    where these are not the `module` itself. `looks_at` keeps how many axes a rule has said that a call with some shapes
+    looks at.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class Hyperparameters:
         self.buffers = buffers
         self.given = given
         self.module = module
+        self.looks_at: tuple[Any, tuple[torch.Size, ...], int | None] | None = None
 
     def as_called(self, options: Any) -> Any:
         """The options as they were; a module shares its parameters with its copy."""

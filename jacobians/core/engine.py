@@ -95,8 +95,11 @@ def is_checkpointed(node: Node, name: str) -> bool:
     If it goes: such nodes are asked, and torch raises its own error.
     """
     kept = getattr(node, f"_raw{SAVED}{name}", None)
-    hooks = [getattr(one, "unpack_hook", None) for one in (kept if isinstance(kept, (tuple, list)) else (kept,))]
-    return any(getattr(hook, "__module__", None) == "torch.utils.checkpoint" for hook in hooks)
+    for one in kept if isinstance(kept, (tuple, list)) else (kept,):
+        hook = getattr(one, "unpack_hook", None)
+        if hook is not None and getattr(hook, "__module__", None) == "torch.utils.checkpoint":
+            return True
+    return False
 
 
 BATCH_NORMS = (

@@ -11,7 +11,7 @@ of the functions in between their names, shapes, connections and those attribute
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bpk.jacobians.rule import Rule
 from bpk.plan.dependence import relevant_attributes
 from bpk.plan.graph import Source
 from bpk.plan.samples.decoding import all_different
@@ -60,9 +61,12 @@ FORMS: WeakKeyDictionary[nn.Module, dict[Hashable, Form]] = WeakKeyDictionary()
 def recall(root: Record, form: Hashable) -> Form | None:
     """What is known of a graph of this form."""
     known = FORMS.get(root.module, {})
-    if form in known:
-        known[form] = known.pop(form)
-    return known.get(form)
+    latest, found = next(reversed(known.items()), (None, None))
+    if latest != form:  # else nothing of it is hashed
+        found = known.pop(form, None)
+        if found is not None:
+            known[form] = found
+    return found
 
 
 def remember(root: Record, form: Hashable, found: Form) -> None:
@@ -91,8 +95,6 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
     axes rows are.
     """
     shapes = tuple([x.shape for x in (*record.inputs, *record.results.values())])
-    known = None if record.problem or not record.results else record.rule
-    looks_at = None if known is None else known.acts_on(record.call())
     return (
         weakref.ref(record.module),
         record.rule,
@@ -101,25 +103,39 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
         record.data_axis,
         record.reads_data,
         mixes(record),
-        looks_at,
+        axes_looked_at(record, shapes),
         shapes,
         tuple(record.binding.axes),
-        *fed(numbers, sources),
+        fed(numbers, sources),
     )
+
+
+def axes_looked_at(record: Record, shapes: tuple[torch.Size, ...]) -> int | None:
+    """How many trailing axes a call looks at. It is asked once where hyperparameters and shapes are the same."""
+    rule, settings = record.rule, record.hyperparameters
+    if rule is None or type(rule).acts_on is Rule.acts_on or record.problem or len(shapes) == len(record.inputs):
+        return None
+    if not record.aligned:
+        return rule.acts_on(record.call())
+    if settings.looks_at is None or settings.looks_at[:2] != (rule, shapes):
+        settings.looks_at = rule, shapes, rule.acts_on(record.call())
+    return settings.looks_at[2]
 
 
 def connections(records: Sequence[Record], sources: Sources) -> Hashable:
     """How calls are connected, and by which functions."""
     numbers = {record: number for number, record in enumerate(records)}
-    return tuple([tuple(fed(numbers, sources[record])) for record in records])
+    return tuple([fed(numbers, sources[record]) for record in records])
 
 
-def fed(numbers: dict[Record, int], sources: dict[int, Source]) -> Iterator[Hashable]:
+def fed(numbers: dict[Record, int], sources: dict[int, Source]) -> tuple[Hashable, ...]:
     """What feeds the inputs of a call, and by which functions."""
+    found = list[Hashable]()
     for index, source in sources.items():
         for target, edge in source.targets:
-            yield index, numbers[target], target.places[edge[1]]
-        yield index, None if source.stretch is None else form_of_stretch(source.stretch, source)
+            found.append((index, numbers[target], target.places[edge[1]]))
+        found.append((index, None if source.stretch is None else form_of_stretch(source.stretch, source)))
+    return tuple(found)
 
 
 def form_of_stretch(end: Edge, source: Source) -> Hashable:

@@ -33,7 +33,7 @@ def read_sum(call: Unseen) -> Record | None:
     if not is_sum(call.node):
         return None
     out = engine.like_output(call.node)
-    return call.written(sum_function(), out, out)
+    return call.written(sum_function(), out, out, output=out)
 
 
 def is_recovered_sum(record: Record) -> bool:

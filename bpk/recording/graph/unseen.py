@@ -23,6 +23,7 @@ from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import is_frozen_parameter
 from bpk.recording.graph.parameter_operands import has_own_order, is_of_parameters, parameter_behind
 from bpk.recording.graph.ports import MatrixLayout, Port
+from bpk.recording.hyperparameters import FIXED, hyperparameters_of
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
@@ -120,4 +121,5 @@ def standing_for(layer: type[nn.Module], function: str, **options: Any) -> nn.Mo
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     module.__dict__.update(options, _bpk_path=function)
+    module.__dict__[FIXED] = hyperparameters_of(module, module)
     return module
