@@ -44,7 +44,7 @@ def owners(predict: Callable[[Arguments], list[Tensor]], inputs: Arguments, n: i
     Where masks decide about the shape of a prediction (`logits[mask]`), samples keep them.
 
     Raises:
-        SamplesMix: If an entry changes in both cases.
+        SamplesMix: If an entry changes in both cases, or inputs cannot be exchanged.
     """
     with StandIns(SAME_DRAWS):
         preds = values(predict, inputs)
@@ -63,7 +63,7 @@ def with_neighbours(
     unknown = [torch.zeros(pred.shape, dtype=torch.bool, device=pred.device) for pred in preds]
     for k in range((n - 1).bit_length()):
         has = (number >> k) & 1 == 1
-        with_digit, without = [values(predict, inputs.exchanged(some, masks)) for some in (has, ~has)]
+        with_digit, without = [of_others(predict, inputs.exchanged(some, masks)) for some in (has, ~has)]
         if not len(with_digit) == len(without) == len(preds):
             raise SamplesMix("samples mix: the number of predictions depends on their values")
         for j, pred in enumerate(preds):
@@ -79,6 +79,16 @@ def with_neighbours(
 def values(predict: Callable[[Arguments], list[Tensor]], inputs: Arguments) -> list[Tensor]:
     """Predictions without their graph, which is there meanwhile: models may ask for gradients themselves."""
     return [pred.detach() for pred in predict(inputs)]
+
+
+def of_others(predict: Callable[[Arguments], list[Tensor]], inputs: Arguments) -> list[Tensor]:
+    """The same of inputs that were exchanged, which the model need not take: edges of a graph, offsets of bags."""
+    try:
+        return values(predict, inputs)
+    except Exception as error:  # whatever the user's model raises
+        first = str(error).strip().split("\n")[0]
+        reason = f"the model fails where inputs of samples are exchanged: {type(error).__name__}: {first}"
+        raise SamplesMix(f"it cannot be found out which sample the predictions belong to ({reason})") from error
 
 
 def changed(found: Tensor, pred: Tensor) -> Tensor:

@@ -412,3 +412,24 @@ def test_predictions_of_one_number_for_each_sample() -> None:
     assert bpk.verify(
         model, nn.MSELoss(), torch.randn(5, 4)[torch.tensor([0, 0, 1, 2, 3])], torch.randn(5), E.BatchGrad()
     )
+
+
+class Bags(nn.Module):
+    """Bags of words that begin at offsets, which nobody can exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.EmbeddingBag(5, 3), nn.Linear(3, 2)
+
+    def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
+        return self.last(self.words(words, offsets).tanh())
+
+
+def test_inputs_that_cannot_be_exchanged() -> None:
+    """The model raises whatever it raises then; sums over the batch are verified all the same."""
+    inputs = torch.randint(5, (3,)), torch.tensor([0, 1, 1])
+    found = bpk.verify(Bags(), nn.CrossEntropyLoss(), inputs, torch.arange(3) % 2, E.BatchGrad(), E.DiagGGNExact())
+    assert {row.quantity for row in found.of(Verdict.OK)} == {"DiagGGNExact"}
+    unchecked = found.of(Verdict.UNCHECKED)
+    assert {row.quantity for row in unchecked} == {"BatchGrad"}
+    assert "offsets[0] has to be 0" in unchecked[0].note
