@@ -167,7 +167,7 @@ def times_squares(left: Tensor, x: Tensor) -> Tensor:
     """`left^T x^2` `[O, I]`: a few samples at a time, so that squares stay in cache and no new memory is touched."""
     step = 4 * at_once(x.shape[1], x.device)
     if x.shape[0] <= step:
-        return linear(left.T, x.square().T)
+        return linear(left.T.contiguous(), x.square().T)  # a turned operand takes longer than to turn it
     total, buffer = left.new_zeros(left.shape[1], x.shape[1]), x.new_empty(step, x.shape[1])
     for some, factors in zip(x.split(step), left.split(step), strict=True):
         squares = torch.mul(some, some, out=buffer[: len(some)])

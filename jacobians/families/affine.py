@@ -151,15 +151,16 @@ class Affine(LinearInEach):
         return self.positions(call) == 1
 
     def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
-        x, columns = self.vectors(call), self.as_columns(call, diag[None])
+        x = self.vectors(call)
         if param != "weight":
-            rows = self._over_positions(call, diag[None])[0]
+            rows = self._over_positions(call, diag[None])[0] if x is None else diag.clone() if per_sample else diag
         elif x is not None and not per_sample and not torch.is_grad_enabled():
             return times_squares(diag, x)
         elif self.positions(call) == 1 and not per_sample:
-            return self.as_weight(call, torch.einsum("ngot,ngit->goi", columns[0], self.patches(call).square()))
+            columns = self.as_columns(call, diag[None])[0]
+            return self.as_weight(call, torch.einsum("ngot,ngit->goi", columns, self.patches(call).square()))
         else:
-            width = self._matrix_shape(call)[2]
+            columns, width = self.as_columns(call, diag[None]), self._matrix_shape(call)[2]
             found = gemm.per_sample(lambda some: self.patches(call, some).square(), columns, width, call.empty)
             rows = self.as_weight(call, found)[0]
         return rows if per_sample else rows.sum(0)

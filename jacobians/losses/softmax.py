@@ -41,7 +41,7 @@ def log_softmax(logits: Tensor) -> Tensor:
     """Log-probabilities; of many samples with few classes on a processor with all samples of a class side by side."""
     n, classes = logits.shape[:2]
     if logits.dim() == 2 and classes <= FEW_CLASSES and n > 2 * FEW_CLASSES and logits.device.type == "cpu":
-        return functional.log_softmax(logits.T.contiguous(), 0).T.contiguous()
+        return functional.log_softmax(logits.T, 0).T.contiguous()
     return functional.log_softmax(logits, 1)
 
 
@@ -189,8 +189,10 @@ class SoftmaxCrossEntropy(Loss):
         class_weight = call.options.weight
         smoothing = call.options.label_smoothing
         if class_weight is None and target.shape != logits.shape:  # whatever the smoothed target is, it sums to one
-            weight = (target.long() != call.options.ignore_index).to(log_p.dtype).reshape(n, positions)
-            return log_p, weight / weight.sum().clamp(min=1) if call.options.reduction == "mean" else weight
+            counts = (target.long() != call.options.ignore_index).reshape(n, positions)
+            if call.options.reduction != "mean":
+                return log_p, counts.to(log_p.dtype)
+            return log_p, counts / counts.sum(dtype=log_p.dtype).clamp_(min=1)
         w = log_p.new_ones(classes) if class_weight is None else class_weight.to(log_p)
         if target.shape == logits.shape:  # a distribution over classes at every position
             t = target.to(log_p.dtype).reshape(log_p.shape)

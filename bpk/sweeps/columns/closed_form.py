@@ -31,15 +31,19 @@ def settle_last_layer(player: Player, step: Step) -> bool:
     if at is None or at.rule is None or diag is None:
         return False
     diag = (diag * step.grad).to(at.call.output.dtype)
-    where = positions_of(diag.shape, step.joint.rule.positions(step.joint.call.inputs[0]), diag.device)
     (link,) = step.links.values()
-    producer, mats, numbers = at_producer(link, diag[None], where)
-    if producer is not at or not is_enough(step, at, numbers):
-        return False
+    if link.producer is at and any_is_enough(step, at):
+        diag = link.back(diag[None])[0]
+    else:
+        where = positions_of(diag.shape, step.joint.rule.positions(step.joint.call.inputs[0]), diag.device)
+        producer, mats, numbers = at_producer(link, diag[None], where)
+        if producer is not at or not is_enough(step, at, numbers):
+            return False
+        diag = mats[0]
     if "factors" in player.takes and not has_factor(player, step, at):
         return False
     at.reached = True
-    view, diag = at.view(player.samples), player.rows(mats[0])
+    view, diag = at.view(player.samples), player.rows(diag)
     total = cache(lambda: (step.joint.rule.sum_hessian(step.joint.call) * step.grad).to(diag.dtype))
     for name, param in at.params.items():
         squares = partial(at.rule.squares_of_diagonal, view, diag, name)
@@ -80,10 +84,16 @@ def last_layer(player: Player, step: Step) -> Step | None:
     return at
 
 
+def any_is_enough(step: Step, at: Step) -> bool:
+    """Whether no entry of a parameter acts on two that the loss couples, wherever its positions are."""
+    assert at.rule is not None
+    return step.joint.rule.is_diagonal or (at.samples_of_rows is None and at.rule.has_disjoint_rows(at.call))
+
+
 def is_enough(step: Step, at: Step, numbers: Tensor) -> bool:
     """Whether no entry of a parameter acts on two that the loss couples, which have equal `numbers` of positions."""
     assert at.rule is not None
-    if step.joint.rule.is_diagonal or (at.samples_of_rows is None and at.rule.has_disjoint_rows(at.call)):
+    if any_is_enough(step, at):
         return True
     axes = axes_of_positions(at, numbers)
     return axes is not None and at.rule.has_disjoint_rows(at.call.by_position(axes))
