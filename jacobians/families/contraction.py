@@ -186,6 +186,12 @@ class Contraction(Affine):
         """Rows `[N, O, I]` of a single column from its `matrices`: one product for each sample."""
         return products(column, patches, call.room((*column.shape[:2], patches.shape[1]), column))
 
+    def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
+        x = None if isinstance(wrt, int) else self.vectors(call)
+        if x is not None and wrt != "weight":
+            return mat[:, None].expand(-1, len(x), -1)
+        return super().jac_mat_prod(call, mat, wrt) if x is None or len(mat) != 1 else linear(x, mat[0])[None]
+
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         x, matrix = self.features(call.inputs).flatten(0, -2), self.matrix(mat)
         side_by_side = linear(x, matrix.flatten(0, 1)).unflatten(1, matrix.shape[:2])  # [N T, V, O]: one product

@@ -36,6 +36,9 @@ class Joint:
 
     def split(self, mat: Tensor) -> dict[int, Tensor]:
         """Columns `[V, N, *prediction]` as columns `[V, N, *in]` by input."""
+        if len(self.shapes) == 1:
+            (index,) = self.shapes
+            return {index: mat}
         return taken_apart(mat, self.shapes, 2)
 
     def merge(self, parts: Mapping[int, Tensor]) -> Tensor:

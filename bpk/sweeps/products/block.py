@@ -184,13 +184,12 @@ def owned(part: Tensor, mat: Tensor) -> Tensor:
 def loss_hessian(frame: Frame, tangents: dict[Wrt, Tensor]) -> dict[Wrt, Tensor]:
     """The loss Hessian (with its scalar factor) times tangents, by input; also where only some samples count."""
     assert isinstance(frame.rule, Loss)
-    joint = frame.rule.joint(frame.call, tuple(frame.feeds))
+    joint, samples = frame.rule.joint(frame.call, tuple(frame.feeds)), frame.samples
     tangent = joint.merge({wrt: mat for wrt, mat in tangents.items() if isinstance(wrt, int)})
-    if frame.samples is None:
-        product = joint.rule.hessian_mat_prod(joint.call, tangent) * frame.grad
-        if frame.terms is not None:
-            product = product * along_rows(frame.terms, product, 1)
-        return dict(joint.split(product).items())
-    full = over_batch(tangent, frame.samples, len(joint.call.inputs[0]))
+    full = tangent if samples is None else over_batch(tangent, samples, len(joint.call.inputs[0]))
     product = joint.rule.hessian_mat_prod(joint.call, full) * frame.grad
-    return dict(joint.split(of_samples(product, frame.samples)).items())
+    if samples is not None:
+        product = of_samples(product, samples)
+    elif frame.terms is not None:
+        product = product * along_rows(frame.terms, product, 1)
+    return dict(joint.split(product).items())

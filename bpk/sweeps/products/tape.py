@@ -56,11 +56,17 @@ class Frame:
     hyperparameters: Hyperparameters | None = None
     options: Any = None
     stamps: list[tuple[Tensor, Stamp]] = field(default_factory=list)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
     live: list[tuple[weakref.ref[Tensor], Stamp]] = field(default_factory=list)
 
-    def stamp(self, leaves: Iterable[Tensor], live: Iterable[Tensor]) -> None:
-        """Note which tensors must not change; of those that are `live`, the call has its own views."""
-        self.stamps = [(x, stamp(x)) for x in (*leaves, *self.call.inputs, *self.call.params.values())]
+    def stamp(self, leaves: Iterable[Tensor], live: Iterable[Tensor], has_views: bool) -> None:
+        """Note which tensors must not change; of those that are `live`, the call has its own views.
+
+        If it `has_views` of all, which nobody else knows, these stay where they are, and a version is enough.
+        """
+        mine = (*self.call.inputs, *self.call.params.values())
+        self.stamps = [(x, stamp(x)) for x in (*leaves, *(() if has_views else mine))]
+        self.versions = [(x, x._version) for x in mine if not x.is_inference()] if has_views else []
         self.live = [(weakref.ref(x), stamp(x)) for x in live]
 
     def verify(self) -> None:
@@ -76,15 +82,15 @@ class Frame:
                 moved = moved or (x is not None and is_changed(x, known))
             if moved or options is not self.options:
                 self.call = self.call.seen_with(options)
-        for tensor, known in self.stamps:
-            if is_changed(tensor, known):
-                raise RuntimeError(
-                    explain(
-                        f"Tensors of {self.where} were changed since the backward pass.",
-                        "the product belongs to the point at which the gradient was taken; mixing two points is wrong.",
-                        "call the product before optimizer.step(), or run forward and backward again.",
-                    )
+        changed = [x for x, version in self.versions if x._version != version]
+        if changed or [x for x, known in self.stamps if is_changed(x, known)]:
+            raise RuntimeError(
+                explain(
+                    f"Tensors of {self.where} were changed since the backward pass.",
+                    "the product belongs to the point at which the gradient was taken; mixing two points is wrong.",
+                    "call the product before optimizer.step(), or run forward and backward again.",
                 )
+            )
 
     def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
         """`sum_i J_i t_i`: from tangents at inputs and parameters to the output."""
@@ -152,7 +158,8 @@ class Tape(Sweep):
         frame.terms = self.terms(step) if step.is_loss else None
         if stretch is None and step.rule is not PASSAGE:
             frame.hyperparameters, frame.options = step.record.hyperparameters, step.record.binding.options
-        frame.stamp(() if step.source is None else step.source.leaves, view.params.values())
+        leaves = () if step.source is None else step.source.leaves
+        frame.stamp(leaves, view.params.values(), has_views=not torch.is_grad_enabled())
         self.frames.append(frame)
         return self, len(self.frames)
 
