@@ -147,10 +147,7 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
 
     @abstractmethod
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        """Multiply with the transposed Jacobian: `[V, N, *out] -> [V, N, *in]`.
-
-        For a parameter `[V, *p]`, or `[V, N, *p]` where `sum_batch` is false.
-        """
+        """Multiply with its transpose: `[V, N, *out] -> [V, N, *in]`, or `[V, *p]`, unless `sum_batch` `[V, N, *p]`."""
 
     # ---- the second derivative -------------------------------------------------------------------
     @abstractmethod
@@ -226,9 +223,13 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
         """`squared_sum` of columns that come in several blocks, or `None` to be given them one after the other."""
         return None
 
+    def individual(self, call: Call, column: Tensor, param: str) -> Tensor:
+        """Individual gradients `[N, *p]`: the rows of a single column `[N, *out]`."""
+        return self.jac_t_mat_prod(call, column[None], param, sum_batch=False)[0]
+
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """Squared norms `[N]` of the individual gradients."""
-        return as_rows(self.jac_t_mat_prod(call, grad_out[None], param, sum_batch=False)[0]).square().sum(1)
+        return as_rows(self.individual(call, grad_out, param)).square().sum(1)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n J_n^T M J_n` for a symmetric matrix `M` `[D, D]` over `*out` (the recursion of KFRA).

@@ -24,13 +24,15 @@ class Columns:
 
     Blocks with the same key that arrive over several branches are added. `signs` (`[V, N]`, or `None` for all ones) are
     those of a key. `of_params` holds what a residual contributes to a parameter itself, `[V, N, *p]` by the parameter's
-    name and by key. Blocks in `unshared` are in memory that nobody else looks at.
+    name and by key. Blocks in `unshared` are in memory that nobody else looks at. `single` is the only column there is,
+    without an axis in front.
     """
 
     blocks: dict[Hashable, Tensor] = field(default_factory=dict)
     of_params: dict[str, dict[Hashable, Tensor]] = field(default_factory=dict)
     signs: dict[Hashable, Tensor | None] = field(default_factory=dict)
     unshared: set[Hashable] = field(default_factory=set)
+    single: Tensor | None = None
 
     def add(self, key: Hashable, mat: Tensor, signs: Tensor | None = None) -> None:
         """Add a block, or its share from another branch."""

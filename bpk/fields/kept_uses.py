@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bpk.fields.arrived import Averages, ClosedForm, Columns, Use
-from bpk.fields.rows import added_up
 from bpk.fields.statistics import Uses
 from bpk.fields.sums import weighted_sum
 from bpk.jacobians.core.call import Call
@@ -47,10 +46,9 @@ def lean(uses: Uses) -> Uses:
     if uses.param.numel() * uses.count > size:
         kept = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in uses.uses]
         return Uses(uses.param, uses.batch_size, kept, loss_scale=uses.loss_scale)
-    rows = {key: uses.rows(key) for key in uses.keys}
-    if uses.simple:
-        rows = {key: added_up(uses.uses[0], block) for key, block in rows.items()}
-    return KeptRows(uses, rows)
+    if uses.simple and len(uses.keys) == 1:
+        return KeptRows(uses, {uses.keys[0]: uses.individual()[None]})
+    return KeptRows(uses, {key: uses.rows(key) for key in uses.keys})
 
 
 def merged(before: list[Use], uses: list[Use]) -> list[Use]:

@@ -188,12 +188,13 @@ class Rows:
         """`[V, N, *p]` over all blocks."""
         if not self.simple:
             return join([self.rows(key) for key in self.keys])
+        if self.uses[0].arrived.single is not None:
+            return self.individual()[None]
         use, blocks = self.uses[0], self.blocks()
         first = blocks[0][0]
         into = self.room if self.room is not None and self.room.dtype is first.dtype else None
         if len(blocks) == 1 and into is None:
-            rows = self.rows_of(use, first, self.spares)
-            return rows if use.call.sums is None else added_up(use, rows)
+            return self.rows_of(use, first, self.spares)
         mats = [mat for mat, _ in blocks]
         if torch.is_grad_enabled():
             return join([self.rows_of(use, mat, None) for mat in mats])
@@ -203,6 +204,20 @@ class Rows:
             found = self.rows_of(use, mat, [part.view(-1)])
             if not found.is_set_to(part):
                 part.copy_(found.clone())
+        return rows
+
+    @once
+    def individual(self) -> Tensor:
+        """`[N, *p]`: the rows of a single column. Their sum is noted if somebody wants it."""
+        use = self.uses[0]
+        if not self.simple or use.arrived.single is None:
+            return self.all_rows()[0]
+        use.call.spares = self.spares
+        rows = use.rule.individual(use.call, use.arrived.single, use.name)
+        use.call.spares = None
+        add = None if use.call.sums is None else use.call.summing(use.name)
+        if add is not None:
+            add(rows.sum(0))
         return rows
 
     def rows_of(self, use: Use, mat: Tensor, spares: list[Tensor] | None) -> Tensor:
@@ -219,14 +234,6 @@ class Rows:
         found = call.empty(shape, like)
         call.spares = None
         return found
-
-
-def added_up(use: Use, rows: Tensor) -> Tensor:
-    """The rows `[1, N, *p]` of a single column, whose sum is noted if somebody wants it."""
-    add = use.call.summing(use.name)
-    if add is not None:
-        add(rows[0].sum(0))
-    return rows
 
 
 def join(parts: list[Tensor], axis: int = 0) -> Tensor:

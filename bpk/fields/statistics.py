@@ -69,12 +69,13 @@ class Uses(Products):
         """`[N]`: squared norms of the rows of a single column."""
         if self.simple and (self.shortcut or not self.keeps_rows):
             use = self.uses[0]
-            return use.rule.norm_squared(use.call, self.blocks()[0][0][0], use.name)
+            column = self.blocks()[0][0][0] if use.arrived.single is None else use.arrived.single
+            return use.rule.norm_squared(use.call, column, use.name)
         n, step = self.count, max(1, PIECE // max(1, self.param.numel()))
         if n > step and not (self.keeps_rows or self.simple or torch.is_grad_enabled()) and self.batch_size > 1:
             starts = range(0, n, step)
             return torch.cat([self.of_samples(range(k, min(k + step, n))).norm_squared() for k in starts])
-        rows = as_rows(self.all_rows()[0])
+        rows = as_rows(self.individual())
         if torch.is_grad_enabled():
             return rows.square().sum(1)
         return torch.linalg.vector_norm(rows, dim=1).square()

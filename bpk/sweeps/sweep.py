@@ -64,7 +64,8 @@ class Gradient(Sweep):
 
     def column(self, grad: Tensor) -> Columns:
         """What arrives at a call with this gradient."""
-        return Columns({"gradient": (grad if self.samples is None else self.rows(grad))[None]}, {}, {"gradient": None})
+        grad = grad if self.samples is None else self.rows(grad)
+        return Columns({"gradient": grad[None]}, {}, {"gradient": None}, set(), grad)
 
 
 UsesById = dict[int, list[Use]]

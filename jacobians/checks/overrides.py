@@ -24,6 +24,7 @@ def shortcuts(case: Case) -> None:
             of_residual(case, param, second_order)
         if case.rule.knows_diagonals:
             of_diagonal(case, param)
+        individual(case, param)
         norm_squared(case, param)
         if not case.rule.reads_output:
             of_shape_alone(case, param)
@@ -101,6 +102,15 @@ def of_diagonal(case: Case, param: str) -> None:
 def last_axis_outermost(x: Tensor) -> Tensor:
     """The same numbers in another order in memory."""
     return x.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def individual(case: Case, param: str) -> None:
+    """The rows of a single column."""
+    arguments = (case.call, case.cotangent(1)[0], param)
+    with torch.no_grad():
+        expected = case.run("individual (default)", Rule.individual, case.rule, *arguments)
+        got = case.run("individual", case.rule.individual, *arguments)
+    case.same("individual", got, expected, param, ("sample",), "the rows of a column")
 
 
 def norm_squared(case: Case, param: str) -> None:

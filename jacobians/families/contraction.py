@@ -104,14 +104,12 @@ class Contraction(Affine):
     def vectors(self, call: Call) -> Tensor | None:
         return call.inputs[0] if self.is_plain and call.output.dim() == 2 else None
 
-    def matrices(self, call: Call, mat: Tensor) -> tuple[Tensor, Tensor] | None:
-        """A single column `[N, O, T]` and its patches `[N, I, T]`, of a linear layer with positions, without a graph.
+    def has_matrices(self, call: Call) -> bool:
+        """Whether a column and its patches are matrices `[N, O, T]` and `[N, I, T]` of a linear layer with positions.
 
-        These are views of what is there, so that nothing has to be done in parts (`None`: of another layer).
+        These are views of what is there, so that without a graph nothing has to be done in parts.
         """
-        if len(mat) != 1 or not self.is_plain or call.output.dim() < 3 or torch.is_grad_enabled():
-            return None
-        return mat[0].flatten(1, -2).mT, call.inputs[0].flatten(1, -2).mT
+        return self.is_plain and call.output.dim() > 2 and not torch.is_grad_enabled()
 
     def positions(self, call: Call) -> int:
         return call.output.shape[1:-1].numel()
@@ -176,15 +174,21 @@ class Contraction(Affine):
             return self.input_adjoint(call, mat, wrt)
         x = self.vectors(call)
         if x is None:
-            pair = None if sum_batch or wrt != "weight" else self.matrices(call, mat)
-            return super().jac_t_mat_prod(call, mat, wrt, sum_batch) if pair is None else self._rows(call, *pair)[None]
+            if sum_batch or wrt != "weight" or len(mat) > 1 or not self.has_matrices(call):
+                return super().jac_t_mat_prod(call, mat, wrt, sum_batch)
+            return self.individual(call, mat[0], wrt)[None]
         if wrt != "weight":
             return mat.sum(1) if sum_batch else mat.clone()
         return self.weight_adjoint(call, mat) if sum_batch else outer_products(x, mat, call.room)
 
-    def _rows(self, call: Call, column: Tensor, patches: Tensor) -> Tensor:
-        """Rows `[N, O, I]` of a single column from its `matrices`: one product for each sample."""
-        return products(column, patches, call.room((*column.shape[:2], patches.shape[1]), column))
+    def individual(self, call: Call, column: Tensor, param: str) -> Tensor:
+        """One product for each sample."""
+        if not self.has_matrices(call):
+            return super().individual(call, column, param)
+        if param != "weight":
+            return column.flatten(1, -2).sum(1)
+        left, right = column.flatten(1, -2).mT, call.inputs[0].flatten(1, -2).mT
+        return products(left, right, call.room((*left.shape[:2], right.shape[1]), left))
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         x = None if isinstance(wrt, int) else self.vectors(call)

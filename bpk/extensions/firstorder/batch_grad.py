@@ -36,7 +36,7 @@ class BatchGrad(GradientExtension):
     over_batches = Rows()
 
     def value(self, uses: Uses) -> Tensor:
-        return uses.all_rows()[0]
+        return uses.individual()
 
     def definition(self, plain: PlainAutograd) -> Tensor:
         return plain.gradients

@@ -151,7 +151,7 @@ def pieces_of_rows(uses: Uses) -> Iterator[Tensor]:
     """Individual gradients `[B, *p]` of a few samples at a time, where they come from one call and are not kept."""
     use, step = uses.uses[0], max(1, PIECE // max(1, uses.param.numel()))
     if not uses.simple or uses.keeps_rows or torch.is_grad_enabled() or use.call.batch_size <= step:
-        yield uses.all_rows()[0]
+        yield uses.individual()
         return
     for columns, _ in uses.blocks():
         for here in slices(use.call.batch_size, step):
