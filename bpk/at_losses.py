@@ -148,9 +148,10 @@ def nothing_arrived(record: Record) -> str:
         f"Nothing was backpropagated to {record.where}.",
         "second-order quantities start at an extended loss, and none stands behind this layer.",
         "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer. A loss is a module "
-        "without parameters that is given tensors (as they are, or in tuples, dictionaries, dataclasses) and returns "
-        "one number: let the model hold parameters, and return the loss of each sample, say. A forward pass that takes "
-        "gradients itself (torch.autograd.grad) belongs before backpack(...), with loss.backward() alone inside.",
+        "without parameters that are trained (freeze a teacher before it is extended). It is given tensors (as they "
+        "are, or in tuples, dictionaries, dataclasses) and returns one number: let the model hold parameters, and "
+        "return the loss of each sample, say. A forward pass that takes gradients itself (torch.autograd.grad) belongs "
+        "before backpack(...), with loss.backward() alone inside.",
     )
 
 

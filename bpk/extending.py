@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.function_module import Plain
+from bpk.jacobians.losses.loss_call import trains
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import forget
 from bpk.recording.before import BEFORE, forget_inputs, note_inputs, prepare
@@ -162,13 +163,13 @@ def attach(module: nn.Module, path: str, debug: bool) -> None:
     children = dict(module.named_children())
     layer = rule is not None or not children
     own = any(p is not None for p in module.parameters(recurse=False))
-    if (layer or own) and not is_hooked(module) and not isinstance(module, Plain):
-        hook(module, path, [*[record] * layer, *[record_passage] * (own and rule is None)])
-        if debug:
+    composed = rule is None and bool(children) and not path and not trains(module)
+    recorders = [*[record] * layer, *[record_passage] * (own and rule is None), *[record_composed] * composed]
+    if recorders and not is_hooked(module) and not isinstance(module, Plain):
+        hook(module, path, recorders)
+        if debug and (layer or own):
             print(f"[bpk] extend {path or type(module).__name__}: {rule or 'no rule'}")
     if rule is None:
-        if children and not path and not is_hooked(module) and next(module.parameters(), None) is None:
-            hook(module, path, [record_composed])
         for name, child in children.items():
             if not is_scripted(child):
                 attach(child, f"{path}.{name}" if path else name, debug)

@@ -21,7 +21,7 @@ from bpk.recording.unrecorded import is_seen
 
 @untraced
 def record_composed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook of a module without parameters that was extended by itself, and has modules inside.
+    """Forward hook of a module that trains no parameters, was extended by itself, and has modules inside.
 
     If it returns a weighted sum of losses inside, these are recorded already. Otherwise (a penalty, a power, weights
     of the terms of a loss with `reduction="none"`) it is recorded as one loss, and what is inside is left to autograd.

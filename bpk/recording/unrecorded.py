@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import explain
+from bpk.jacobians.losses.loss_call import trains
 from bpk.recording import engine
 from bpk.recording.activations import store_on
 from bpk.recording.context.state import CTX
@@ -60,8 +61,8 @@ def changed_by_hook(module: nn.Module) -> str:
 
 
 def holds_loss(module: nn.Module, output: Any, results: Mapping[int, Tensor]) -> bool:
-    """Whether a module without parameters has returned a differentiable number beside other things."""
-    if isinstance(output, Tensor) or next(module.parameters(), None) is not None:
+    """Whether a module that trains no parameters has returned a differentiable number beside other things."""
+    if isinstance(output, Tensor) or trains(module):
         return False
     return any(not x.dim() for x in results.values())
 

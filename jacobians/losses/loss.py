@@ -22,7 +22,7 @@ from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.losses import by_autograd
 from bpk.jacobians.losses.curvature import Curvature
 from bpk.jacobians.losses.joint import Joint, joined
-from bpk.jacobians.losses.loss_call import SideBySide, bind_any, filled
+from bpk.jacobians.losses.loss_call import SideBySide, bind_any, filled, trains
 
 NOT_CONVEX = "the loss is not convex in its prediction, so the GGN is not positive semi-definite"
 HAS_PARAMETERS = (
@@ -245,5 +245,5 @@ GENERIC_LOSS = AutodiffLoss()
 
 
 def is_loss(module: nn.Module, output: Any) -> bool:
-    """Whether a module without a rule may be taken for a loss: it has no parameters, and returned one number."""
-    return isinstance(output, Tensor) and output.dim() == 0 and next(module.parameters(), None) is None
+    """Whether a module without a rule may be taken for a loss: it trains no parameters, and returned one number."""
+    return isinstance(output, Tensor) and output.dim() == 0 and not trains(module)

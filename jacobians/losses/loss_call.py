@@ -88,3 +88,8 @@ def evaluate(filled: Filled, dtype: torch.dtype) -> Tensor:
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Change the precision of floating-point numbers only."""
     return x.to(dtype) if x.is_floating_point() else x
+
+
+def trains(module: nn.Module) -> bool:
+    """Whether a module has parameters that are trained. Those of a teacher, or of a network that compares, are not."""
+    return any(p.requires_grad for p in module.parameters())

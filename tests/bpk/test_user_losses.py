@@ -152,6 +152,43 @@ class Counts(nn.Module):
         return out
 
 
+class Distilled(nn.Module):
+    """Towards a teacher that the loss holds, with a temperature that is given: neither is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).requires_grad_(False).double()
+        self.temperature = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        wanted = self.teacher(functional.one_hot(target, 3).double()).div(self.temperature).softmax(1)
+        found = functional.kl_div((logits / self.temperature).log_softmax(1), wanted, reduction="batchmean")
+        return 0.7 * found + 0.3 * functional.cross_entropy(logits, target)
+
+
+class Perceived(nn.Module):
+    """A distance between features of a network that is not trained, through which predictions pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(3, 4).requires_grad_(False).double()
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        wanted = self.features(functional.one_hot(target, 3).double())
+        return functional.mse_loss(self.features(logits), wanted) + 0.1 * logits.square().mean()
+
+
+class Centred(nn.Module):
+    """A loss without modules inside, to centres that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.randn(3, 3, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (logits - self.centres[target]).square().sum(1).mean()
+
+
 def network() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -178,7 +215,18 @@ def blocks(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> dic
 
 @pytest.mark.parametrize(
     "loss",
-    [Penalised(), Weighted(), Focal(), BySample(), LogCosh(), Tempered(), Counts()],
+    [
+        Penalised(),
+        Weighted(),
+        Focal(),
+        BySample(),
+        LogCosh(),
+        Tempered(),
+        Counts(),
+        Distilled(),
+        Perceived(),
+        Centred(),
+    ],
     ids=lambda m: type(m).__name__,
 )
 def test_losses_of_users(loss: nn.Module) -> None:
