@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.numeric import placeholder
 from bpk.verification.objective import Points, gradients_of
 from bpk.verification.problem import Problem
 from bpk.verification.samples import SamplesMix, owners
@@ -60,7 +61,7 @@ class Split:
     @cached_property
     def cotangent(self) -> Tensor:
         """What `J^T u` is differentiated with respect to, to get products with `J`."""
-        return torch.zeros_like(self.pred).requires_grad_()
+        return placeholder(self.pred)
 
     def forward(self, pulled: Tensor) -> Tensor:
         """The derivative of a number made from `J^T u` with respect to `u`: a product with `J`."""

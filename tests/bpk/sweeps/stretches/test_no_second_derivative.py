@@ -97,7 +97,7 @@ def test_products_behind_logcumsumexp() -> None:
     for quantity in (E.HMP(), E.GGNMP(), E.PCHMP()):
         with pytest.raises(NotImplementedError, match=r"(?s)before 'last'.*logcumsumexp are NaN"):
             backward(bpk.extend(Running(False)), loss_fn, x, y, quantity)
-    assert bpk.verify(Running(False), loss_fn, x, y, E.DiagHessian(), E.DiagGGNExact())
+    assert bpk.verify(Running(False), loss_fn, x, y, E.DiagHessian(), E.DiagGGNExact(), E.EKFLR())
     assert bpk.verify(Running(True), loss_fn, x, y, E.HMP(), E.GGNMP())
 
 
