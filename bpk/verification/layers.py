@@ -72,6 +72,8 @@ class Layers:
         self.used_elsewhere: set[str] = set()
         self.biased: set[str] = set()
         """Weights of layers that have biases of their own."""
+        self.inside: set[str] = set()
+        """Those that have none, or belong to other modules, too. Functions of their layers are not always looked at."""
         self.holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention):
@@ -121,9 +123,12 @@ class Layers:
         self, module: nn.Module, weight: Tensor | None, bias: Tensor | None, offset: int, rows: Callable[..., Any]
     ) -> None:
         """A weight beside a bias, which is looked at even if it is frozen; both have one name in one module only."""
-        if weight is None or bias is None or any(self.holders[id(param)] > 1 for param in (weight, bias)):
+        if weight is None:
             return
         name, sizes = self.names[id(weight)], (weight.shape[0], weight.shape[1])
+        if bias is None or any(self.holders[id(param)] > 1 for param in (weight, bias)):
+            self.inside.add(name)
+            return
         self.biased.add(name)
         side = Side(sizes, bias.requires_grad_(), offset, in_front=False)
 
@@ -146,7 +151,7 @@ class Layers:
         matter = {id(x) for x, g in zip(live, gradients_of(value, live), strict=True) if g is not None}
         for side in sides:
             side.uses = [(rows, outputs) for rows, outputs in side.uses if any(id(x) in matter for x in outputs)]
-        self.used_elsewhere = {
+        self.used_elsewhere = self.inside | {
             name for name, found in self.functions.made.items() if any(id(x) in matter for x in found)
         }
         if any(id(x) in matter for x in self.functions.gradients):

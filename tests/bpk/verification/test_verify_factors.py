@@ -385,3 +385,27 @@ def test_the_last_map_of_attention_is_called_by_itself() -> None:
     model = Model(lambda m, x: m.b((m.a(x, x, x)[0] + m.a.out_proj(x)).mean(1)), a=layer, b=nn.Linear(4, 3))
     result = bpk.verify(model, CROSS_ENTROPY, torch.randn(3, 5, 4), Y, E.KFLR(), E.EKFLR(), E.BatchGrad())
     assert {row.parameter for row in result.of(Verdict.UNCHECKED)} == {"a.out_proj.weight"} and not result.wrong, result
+
+
+def attention_and_linear(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.a(x, x, x)[0].tanh()).mean(1)
+
+
+def recurrent_and_linear(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.a(x[:, 1], m.a(x[:, 0])))
+
+
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+def test_a_weight_of_a_layer_that_another_layer_has_as_well(kind: str) -> None:
+    """A linear layer shares one weight of several: what happens inside of the other layer is not known then."""
+    torch.manual_seed(0)
+    if kind == "attention":
+        layer: Any = nn.MultiheadAttention(4, 2, batch_first=True)
+        model, name = Model(attention_and_linear, a=layer, b=nn.Linear(4, 4)), "a.out_proj.weight"
+        model.b.weight = layer.out_proj.weight
+    else:
+        layer = nn.RNNCell(4, 4)
+        model, name = Model(recurrent_and_linear, a=layer, b=nn.Linear(4, 4)), "a.weight_hh"
+        model.b.weight = layer.weight_hh
+    result = bpk.verify(model, CROSS_ENTROPY, torch.randn(3, 2, 4), Y, E.KFLR(), E.EKFLR(), E.KFAC(), E.BatchGrad())
+    assert {row.parameter for row in result.of(Verdict.UNCHECKED)} == {name} and not result.wrong, result
