@@ -107,7 +107,7 @@ class BlockProduct:
             fed: dict[Wrt, Feed] = {i: feed for i, feed in frame.feeds.items() if feed.producer in reached}
             own = [name for name, identity in frame.params.items() if identity == id(self.param)]
             if fed or own:
-                path.append(Passing(frame, fed, own, isinstance(frame.rule, Loss)))
+                path.append(Passing(frame, fed, own, frame.rule.is_loss))
                 if not path[-1].is_loss:
                     reached.add(frame.number)
         return path[::-1]

@@ -170,9 +170,13 @@ class Tape(Sweep):
         does not see the graph, so that nothing else would end this circle.
         """
         for model in wholes_of([module]) or ():
-            if not any(ref() is model for ref in self.models):
+            tapes = TAPES.get(model)
+            if tapes is None:
+                tapes = TAPES[model] = weakref.WeakSet()
+                weakref.finalize(model, end, tapes).atexit = False
+            if self not in tapes:
+                tapes.add(self)
                 self.models.append(weakref.ref(model))
-                weakref.finalize(model, end, weakref.ref(self)).atexit = False
 
     def linearise(self, step: Step) -> LinearisedStretch | None:
         """Prepare a stretch, while its graph is alive."""
@@ -194,12 +198,14 @@ class Tape(Sweep):
         return stretch
 
 
-def end(tape: weakref.ref[Tape]) -> None:
-    """A model is gone: if it was the last one around these layers, their parameters lose the products."""
-    found = tape()
-    if found is None or any(ref() is not None for ref in found.models):
-        return
-    for product in tuple(found.products):
-        fields = vars(product.param)
-        for name in [name for name, value in fields.items() if value is product]:
-            del fields[name]
+TAPES: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Tape]] = weakref.WeakKeyDictionary()
+"""The tapes of each model whose parameters have products."""
+
+
+def end(tapes: Iterable[Tape]) -> None:
+    """A model is gone: parameters lose the products of tapes of which it was the last model."""
+    for tape in list(tapes):
+        for product in list(tape.products) if all(ref() is None for ref in tape.models) else ():
+            fields = vars(product.param)
+            for name in [name for name, value in fields.items() if value is product]:
+                del fields[name]

@@ -253,6 +253,18 @@ def test_models_and_their_classes_are_gone() -> None:
     assert [ref() for ref in refs] == [None, None, None]
 
 
+def test_passes_leave_nothing_at_a_model() -> None:
+    """Products watch their model: once, however many passes there are."""
+    model, loss_fn = extended(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double())
+
+    def watchers() -> int:
+        backward(model, loss_fn, *data(), E.HMP(), E.PCHMP())
+        gc.collect()
+        return sum(weakref.getweakrefcount(module) for module in model.modules())
+
+    assert watchers() == watchers() == watchers()
+
+
 class Functions(nn.Module):
     """Functions between layers, and a parameter that one of them uses: products keep a piece of autograd's graph."""
 
