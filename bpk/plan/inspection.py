@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.families.passage import PASSAGE
+from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.second_order.corrected import corrected
 from bpk.jacobians.second_order.graph import between
 from bpk.plan.coupling import caution_coupling
@@ -46,12 +47,14 @@ class Inspection:
 
     `above` has the recorded calls behind each loss (or behind the last call, if there is none). `attribution` says
     which sample each row belongs to; where samples mix, `merged` says so for second order: the batch is one sample.
+    Some extension `needs_root`s of loss Hessians, or none does.
     `left` are modules whose calls were left to autograd, `by_functions` the `id`s of parameters that functions use.
     """
 
-    def __init__(self, extensions: Sequence[Quantity], checks_objective: bool) -> None:
+    def __init__(self, extensions: Sequence[Quantity], checks_objective: bool, needs_root: bool) -> None:
         self.extensions = extensions
         self.checks_objective = checks_objective
+        self.needs_root = needs_root
         self.second_order = bool([e for e in extensions if e.second_order])
         self.only_module_extensions = [e for e in extensions if not e.works_by_rules]
         self.with_module_extensions = [e for e in extensions if e.has_module_extensions]
@@ -228,7 +231,14 @@ class Inspection:
             return False
         if not self.second_order or not rule.may_refuse:
             return True
-        return not rule.is_loss and rule.obstacle(record.call()) is None
+        if isinstance(rule, Loss):
+            call = record.call()
+            return (
+                record.output.dim() == 0
+                and rule.obstacle(call) is None
+                and not (self.needs_root and rule.no_root(call))
+            )
+        return rule.obstacle(record.call()) is None
 
     def has_module_extension(self, record: Record) -> bool:
         """Whether a user wrote a module extension for this layer."""

@@ -24,7 +24,7 @@ class SharedSweeps:
         self.combining: set[Hashable] = set()
         self.players: dict[Hashable, Player] = {}
         self.observers: dict[Hashable, Sweep] = {}
-        self.second_order = False
+        self.second_order = self.needs_root = False
         sweeps: dict[Hashable, tuple[Sweep, list[Quantity]]] = {}
         for extension in extensions:
             sweep: Sweep | None = extension.sweep()
@@ -35,6 +35,7 @@ class SharedSweeps:
             self.listens.append(key)
             self.second_order |= extension.second_order
             if sweep is not None:
+                self.needs_root |= sweep.needs_root
                 sweeps.setdefault(key, (sweep, []))[1].append(extension)
         for key, (sweep, listeners) in sweeps.items():
             if isinstance(sweep, Player):
