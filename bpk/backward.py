@@ -190,12 +190,13 @@ class Backward:
         asked = self.hooks.hook is not None or self.context.debug or self.context.retain_graph or engine.keeps_graph()
         if asked or self.sweeps.with_module_extensions or self.at_losses.to_come:
             return
+        functions = {record for record, _ in self.inspection.sources.with_parameters}
         for above in self.inspection.above.values():
             for record in above:
                 if record.released:  # autograd was there, and may have freed the graph
                     continue
                 if not self.sweeps.second_order or record in self.at_losses.touched:
-                    params = self.observing.foresee(record)
+                    params = self.observing.foresee(record, functions)
                     if params is not None:
                         self.foreseen[record] = params
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -43,18 +43,18 @@ class Observing:
         self.first_order = FirstOrder(parameters, inspection.attribution)
         self.broadcast = BroadcastParameters(inspection, parameters)
 
-    def foresee(self, record: Record) -> Mapping[str, Tensor] | None:
+    def foresee(self, record: Record, functions: Container[Record]) -> Mapping[str, Tensor] | None:
         """The parameters to which observers take the gradient of a call, if that is all that is to be done there.
 
-        No other call uses these. `None`: there is more, or it is not known.
+        No other call uses these. `None`: there is more, or it is not known: as of calls in front of which `functions`
+        use parameters.
         """
         rule, observers = record.rule, self.sweeps.observers
         if rule is None or record.is_loss or record.recomputed is not None:
             return None
         if not observers:
             return {}
-        sources = self.inspection.sources[record].values()
-        if len(observers) > len(self.first) or [source for source in sources if source.trained]:
+        if len(observers) > len(self.first) or record in functions:
             return None
         params = record.trained()
         if params and (rule.inside or isinstance(record.module, Plain) or not self.parameters.are_of(record, params)):

@@ -104,25 +104,12 @@ class Sources(dict[Record, dict[int, Source]]):
 def owner(edge: Edge) -> Record | None:
     """The recorded call whose output this edge leads to."""
     node, nr = edge
-    record = owner_of(node) if node is not None else None
+    record = None if node is None else owner_of(node)
     if node is None or record is None or nr not in record.places:
         return None
     if record.module._backward_hooks:  # those of `register_backward_hook` are at the output's own node
         make_quiet(engine.hooks_at(node.register_hook))
     return record
-
-
-def recovered(
-    edge: Edge, extended: ExtendedParameters, behind: Node | None, given: Shapes, again: Callable[[], bool]
-) -> Record | None:
-    """The record of a call that no hook has seen, made from its node (`None`: it is none of those that can be).
-
-    `behind` is the node from which the edge comes, if it is no call's; `given` are the shapes that the model was given.
-    """
-    found = recover(edge, extended, again, behind)
-    if found is not None:
-        found.given = found.given or given
-    return found
 
 
 def trace(consumer: Record, index: int, extended: ExtendedParameters, again: Callable[[], bool]) -> Source | None:
@@ -143,7 +130,7 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters, again: Cal
     if direct is None:
         extended.look_at(consumer.module)
         given = engine.belongings(node).get(GIVEN) or (() if consumer.is_loss else consumer.given)
-        direct = recovered(edge, extended, None, given, again)
+        direct = recover(edge, extended, again, given=given)
     if direct is not None:
         number = direct.places[edge[1]]
         if number not in direct.used:
@@ -158,15 +145,19 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters, again: Cal
         make_quiet(own._backward_hooks, inside=False)
     while waiting:
         here = waiting.pop()
-        for upstream in map(beyond, here.next_functions):
+        for upstream in here.next_functions:
+            if type(upstream[0]) in engine.PASSING_ON:
+                upstream = beyond(upstream)
             above = upstream[0]
-            known = above is None or above in seen
-            given = seen[here] if above is None else engine.belongings(above).get(GIVEN) or seen[here]
-            found = owner(upstream) or (None if known else recovered(upstream, extended, here, given, again))
+            if above is None:
+                continue
+            known = above in seen
+            given = engine.belongings(above).get(GIVEN) or seen[here]
+            found = owner(upstream) or (None if known else recover(upstream, extended, again, here, given))
             if found is not None:
                 targets[id(found), upstream[1]] = (found, upstream)
                 found.use(found.places[upstream[1]])
-            elif above is not None and not known:
+            elif not known:
                 seen[above] = given
                 waiting.append(above)
                 if above.name() == engine.ACCUMULATE:
@@ -176,7 +167,7 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters, again: Cal
         return None
     for target, _ in targets.values() if leaves else ():
         extended.look_at(target.module)
-    trained = tuple(leaf for leaf in leaves if leaf in extended)
+    trained = tuple([leaf for leaf in leaves if leaf in extended])
     if (targets or trained) and REENTRANT in [each.name() for each in seen]:
         raise reentrant(f"'{consumer.path}' is given what comes out of")
     source = Source(consumer, index, tuple(targets.values()), edge, tuple(leaves), trained, tuple(seen))

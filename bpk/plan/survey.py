@@ -31,6 +31,8 @@ def require_own(records: Iterable[Record]) -> None:
     """Refuse parameters of a call that are none of the model's: nobody would find their fields."""
     for record in records:
         for name, param in () if isinstance(record.module, Plain) else record.params.items():
+            if record.module._parameters.get(name) is param:
+                continue
             if has_parameter(record.module, name, param) or name not in record.trained():
                 continue
             if any(id(param) in parameters_in(model) for model in around([record.module])[1]):

@@ -148,8 +148,7 @@ def stand_in(kind: type[Tensor], tensor: Tensor) -> Any:
 def handles_inside(tensor: Tensor) -> tuple[int, int]:
     """How many handles within torch refer to a tensor and to its storage. If it goes: no memory is used again
     (`bpk/fields/spare_memory.py`)."""
-    storage = tensor.untyped_storage()._cdata
-    return tensor._use_count(), torch._C._storage_Use_Count(storage)  # type: ignore[attr-defined]
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -165,13 +164,14 @@ def checkpointing() -> SavedTensorHooks | None:
     return hooks if hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
+SHAPE = attrgetter("shape")
 belongings: Callable[[Node], dict[str, Any]] = attrgetter("metadata")
 """What a node of the graph owns: a dictionary that lives and dies with it."""
 
 
 def output_shapes(node: Node) -> tuple[torch.Size, ...]:
     """The shapes of what a node's function has returned. If it goes: those of the tensors that arrive, once they do."""
-    return tuple([torch.Size(one.shape) for one in node._input_metadata])
+    return tuple(map(torch.Size, map(SHAPE, node._input_metadata)))
 
 
 def kind_of_output(node: Node | None, number: int) -> tuple[torch.Size, torch.dtype]:

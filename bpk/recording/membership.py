@@ -35,9 +35,8 @@ class Mark:
 
     def be_within(self, whole: nn.Module) -> None:
         """Note that the module is inside of a model, or is one."""
-        if not self.wholes or self.wholes[-1]() is not whole:
-            self.wholes = [ref for ref in self.wholes if ref() not in (None, whole)]
-            self.wholes.append(weakref.ref(whole))
+        self.wholes = [ref for ref in self.wholes if ref() not in (None, whole)]
+        self.wholes.append(weakref.ref(whole))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         return Mark(self.undo, memo.get(id(self.module())))
@@ -141,9 +140,10 @@ class ExtendedParameters:
     def _is_near(self, param: nn.Parameter) -> bool:
         """Whether a parameter is in the models around the modules of which was told."""
         for module in self._modules:
-            new = [whole for whole in wholes_of([module]) or () if id(whole) not in self._seen]
-            self._seen.update(map(id, new))
-            self._near.update(parameters_in(*new))
+            for whole in wholes_of([module]) or ():
+                if id(whole) not in self._seen:
+                    self._seen.add(id(whole))
+                    self._near.update(parameters_in(whole))
         self._modules.clear()
         return id(param) in self._near
 

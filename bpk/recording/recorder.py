@@ -56,8 +56,9 @@ def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 def treat(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, before: Before | None) -> Any:
     """Decide what to do about a call, and do it."""
     mark: Mark | None = module.__dict__.get(MARK)
-    if mark is not None and CTX.called is not None:
-        mark.be_within(CTX.called)
+    called = CTX.called
+    if mark is not None and called is not None and (not mark.wholes or mark.wholes[-1]() is not called):
+        mark.be_within(called)
     rule = REGISTRY.find(module)
     if before is None and is_usual(module, rule, args, kwargs, output):
         assert rule is not None

@@ -174,7 +174,7 @@ class Contraction(Affine):
             return self.input_adjoint(call, mat, wrt)
         x = self.vectors(call)
         if x is None:
-            if sum_batch or wrt != "weight" or len(mat) > 1 or not self.has_matrices(call):
+            if sum_batch or wrt != "weight" or len(mat) != 1 or not self.has_matrices(call):
                 return super().jac_t_mat_prod(call, mat, wrt, sum_batch)
             return self.individual(call, mat[0], wrt)[None]
         if wrt != "weight":

@@ -62,7 +62,8 @@ class Placement:
         if known.mixed:
             return True
         for record, axis in zip(records, known.axes, strict=True):
-            record.shift(axis)
+            if record.shifted != axis:
+                record.shift(axis)
         rows = {record: each for record, each in zip(records, known.rows, strict=True) if each is not None}
         found = rows if known.proven else self.holding(known.n, rows)
         if found is not None:

@@ -84,8 +84,8 @@ class SavedInside:
 
     def __call__(self, name: str, as_it_is: bool = False) -> Tensor | None:
         """A tensor; where it has to be `as_it_is`, none that a hook would have to bring back."""
-        if as_it_is:
-            return engine.saved_tensor(self.node, name) if engine.keeps_tensor(self.node, name) else None
+        if as_it_is:  # what is kept as it is has such a name, and no checkpoint has dropped it
+            return engine.saved(self.node, name) if engine.keeps_tensor(self.node, name) else None
         kept = engine.saved_tensor(self.node, name)
         return kept if kept is not None or self.kernel is None else engine.saved_tensor(self.kernel, name)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from bpk.recording.context.state import CTX
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ports import PLAIN, MatrixLayout, Port
 from bpk.recording.recomputed import Recomputed
+
+VERSION = attrgetter("_version")
+"""How often a tensor was changed in place."""
 
 
 class Connected:
@@ -53,7 +58,7 @@ class Connected:
         self.as_called = self.aligned = not (several or binding.axes or binding.out_axes or layout is not None)
         self.used: list[int] = [] if several else list(results)
         tensors = (*inputs, *results.values())
-        self.versions = [x._version for x in tensors]
+        self.versions = list(map(VERSION, tensors))
         self._inputs: tuple[Tensor, ...] | None = inputs
         self._results: dict[int, Tensor] | None = results
         if hooks is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -30,7 +31,11 @@ READERS: dict[str, Callable[[Unseen], Record | None]] = {
 
 
 def recover(
-    edge: Edge, extended: Container[Tensor], again: Callable[[], bool], behind: Node | None = None
+    edge: Edge,
+    extended: Container[Tensor],
+    again: Callable[[], bool],
+    behind: Node | None = None,
+    given: tuple[torch.Size, ...] = (),
 ) -> Record | None:
     """The record of a call that no hook has seen, from its node; `None` for all others.
 
@@ -39,6 +44,7 @@ def recover(
         extended: The parameters that get fields.
         again: Tells whether what a checkpoint has dropped may be computed again for that.
         behind: The node from which the edge comes, if it is no recorded call.
+        given: The shapes that the model was given, if the thread does not know them (no more).
     """
     node, number = edge
     read = None if node is None else READERS.get(name_of(type(node)))
@@ -52,5 +58,6 @@ def recover(
         return None
     found = read(Unseen(node, behind, extended, again))
     if found is not None:
+        found.given = found.given or given
         give(node, found)
     return found
