@@ -144,11 +144,11 @@ def form_of(batch: Any) -> str:
     """How a batch is built, in words: sizes do not count, nor does how long a list of equals is."""
     if isinstance(batch, Tensor):
         return tensor_in_words(batch.dtype, batch.dim())
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key!r}: {form_of(value)}" for key, value in sorted(batch.items(), key=str)) + "}"
     if isinstance(batch, (tuple, list)):
         parts = [form_of(part) for part in batch]
         return f"[{parts[0]}, ...]" if isinstance(batch, list) and len(set(parts)) == 1 else f"({', '.join(parts)})"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key!r}: {form_of(value)}" for key, value in sorted(batch.items(), key=str)) + "}"
     return type(batch).__name__
 
 

@@ -65,9 +65,14 @@ class Buffers:
             if not is_lazy(x)
         ]
 
-    @torch.no_grad()
     def put_back(self) -> None:
         """Let buffers that were changed or replaced be the ones before."""
+        if self.known:
+            self.copy_back()
+
+    @torch.no_grad()
+    def copy_back(self) -> None:
+        """The same, where there are buffers."""
         for number, (part, name, x, before, known) in enumerate(self.known):
             if is_changed(x, known) or (part.training and name.startswith("running_")):  # written uncounted
                 x.copy_(before)

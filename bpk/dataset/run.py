@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from reprlib import repr
 from typing import Any
@@ -97,15 +96,16 @@ class Runner:
         """The passes."""
         if self.device is not None:
             batch = moved(batch, self.device)
-        if any(x.is_inference() for x in tensors_in(batch)):
+        if [x for x in tensors_in(batch) if x.is_inference()]:
             batch = mapped(batch, lambda x: tracked(x) if isinstance(x, Tensor) else x)
         for param in self.params.values():
             param.grad = None
-        kind = next(iter(self.params.values())).device.type
-        cast = nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast)
         with torch.enable_grad(), self.context:
-            with cast:
+            if self.autocast is None:
                 loss = self.step(self.model, self.loss_fn, batch)
+            else:
+                with torch.autocast(self.device_of_sums.type, self.autocast):
+                    loss = self.step(self.model, self.loss_fn, batch)
             self.loss = loss  # until the next one: freed before, the heap would shrink and grow, page by page
             value = self.checked(number, loss)
             loss.backward()
@@ -142,7 +142,7 @@ class Runner:
                     "compute it with the loss_fn that step(model, loss_fn, batch) is given.",
                 )
             )
-        if seen.samples < 1 or any(divisor == 0 for divisor in seen.divisors):
+        if seen.samples < 1 or 0 in seen.divisors:
             raise ValueError(not_finite(number, "no samples that count"))
         if seen == self.first:
             return
@@ -197,7 +197,7 @@ class Runner:
         found: dict[str, dict[str, Parts]] = {GRADIENT: {name: {"": x} for name, x in gradients.items()}}
         for extension in self.context.extensions:
             field = extension.savefield
-            known = {name: vars(p)[field] for name, p in self.params.items() if field in vars(p)}
+            known = {name: p.__dict__[field] for name, p in self.params.items() if field in p.__dict__}
             found[field] = {name: x if isinstance(x, dict) else {"": x} for name, x in known.items()}
         return found
 

@@ -24,11 +24,12 @@ def named(terms: list[list[Tensor]], input_first: bool) -> Parts:
 
 def require_form(param: str, before: Iterable[Tensor], now: Iterable[Tensor]) -> None:
     """Refuse factors that have another form than those of batches before: nothing adds up."""
-    known, found = ([list(x.shape) for x in factors] for factors in (before, now))
+    known, found = ([x.shape for x in factors] for factors in (before, now))
     if known != found:
+        shapes, earlier = list(map(list, found)), list(map(list, known))
         raise ValueError(
             explain(
-                f"The factors of parameter {param} have the shapes {found} in this batch, and had {known} before.",
+                f"The factors of parameter {param} have the shapes {shapes} in this batch, and had {earlier} before.",
                 "the layer sees samples in another way: in a batch of one, the rows of an embedding of positions are "
                 "all that sample's; otherwise samples share them, and the only factor is the parameter's whole block.",
                 "give each batch two samples or more (drop_last=True of a DataLoader), or freeze the parameter.",

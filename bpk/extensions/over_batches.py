@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -117,18 +118,14 @@ class Sums(OverBatches):
         return {name: added(x, other[name]) for name, x in total.items()}
 
     def add(self, totals: dict[str, Parts], of_total: Size, parts: Mapping[str, Parts], size: Size) -> None:
-        dense: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-        for param, part in parts.items():
-            total = totals[param]
-            for name, x in part.items():
-                if total[name].layout is x.layout is torch.strided:
-                    ours, theirs = dense.setdefault(name, ([], []))
-                    ours.append(total[name])
-                    theirs.append(x)
-                else:
-                    total[name] = added(total[name], x, self.weight(name, size))
-        for name, (ours, theirs) in dense.items():
-            add_to_all(ours, theirs, self.weight(name, size))
+        for name in dict.fromkeys(chain.from_iterable(parts.values())):
+            here = {param: part[name] for param, part in parts.items() if name in part}
+            ours, theirs, weight = [totals[param][name] for param in here], list(here.values()), self.weight(name, size)
+            if {x.layout for x in (*ours, *theirs)} == {torch.strided}:
+                add_to_all(ours, theirs, weight)
+                continue
+            for param, x in here.items():
+                totals[param][name] = added(totals[param][name], x, weight)
 
     def whole(self, total: Parts, size: Size) -> Any:
         return total[""] / self.weight("", size)

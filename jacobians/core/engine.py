@@ -203,6 +203,16 @@ def add_to_all(totals: list[Tensor], parts: list[Tensor], weight: float) -> None
     torch._foreach_add_(totals, parts, alpha=weight)
 
 
+def sums_of_all(tensors: list[Tensor], others: list[Tensor], weight: float) -> list[Tensor]:
+    """`tensor + weight other` for each of several tensors. If it goes: one call for each, which takes longer."""
+    return list(torch._foreach_add(tensors, others, alpha=weight))
+
+
+def add_squares_to_all(totals: list[Tensor], parts: list[Tensor], weight: float) -> None:
+    """`total += weight part^2` for each of several tensors. If it goes: one call for each, which takes longer."""
+    torch._foreach_addcmul_(totals, parts, parts, value=weight)
+
+
 def global_backward_hooks() -> list[dict[int, Any]]:
     """The backward hooks that users have registered for all modules.
 

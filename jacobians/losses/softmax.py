@@ -37,6 +37,12 @@ def divisor(call: Call) -> Tensor | int:
     return x.numel() // x.shape[1] if target.shape == x.shape else counted(call, call.options.weight).sum()
 
 
+def ignores_none(call: Call) -> bool:
+    """Whether it is plain that all targets count: ignored ones are negative, as they are by default, and none is."""
+    x, target = call.inputs[:2]
+    return call.options.ignore_index < 0 and target.shape != x.shape and int(target.min()) >= 0
+
+
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-probabilities; of many samples with few classes on a processor with all samples of a class side by side."""
     n, classes = logits.shape[:2]
@@ -79,7 +85,12 @@ class SoftmaxCrossEntropy(Loss):
     least_axes = 2
 
     def divides_by(self, call: Call) -> Tensor | int | None:
-        return None if call.options.reduction == "sum" else divisor(call)
+        if call.options.reduction == "sum":
+            return None
+        target = call.inputs[1]
+        if target.device.type == "cpu" and target.numel() and call.options.weight is None and ignores_none(call):
+            return target.numel()
+        return divisor(call)
 
     def sqrt_hessian(self, call: Call) -> Tensor:
         x = call.inputs[0]

@@ -14,7 +14,8 @@ from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.fields.arrived import PIECE
 from bpk.fields.statistics import Uses
 from bpk.fields.sums import CHUNK
-from bpk.jacobians.core.numeric import LARGE, slices, wide
+from bpk.jacobians.core.engine import add_squares_to_all, add_to_all, sums_of_all
+from bpk.jacobians.core.numeric import FEW_NUMBERS, LARGE, slices, wide
 
 ROUNDINGS = 1024
 """A variance that is so many roundings of the mean square, or less, is not left to the difference of the two."""
@@ -37,12 +38,19 @@ class Moments(OverBatches):
 
     def add(self, totals: dict[str, Parts], of_total: Size, parts: Mapping[str, Parts], size: Size) -> None:
         a, b, weight = of_total.samples, size.samples, size.weight(1)
-        for param, part in parts.items():
-            total = totals[param]
-            between = torch.add(total["sum"], part["sum"], alpha=-weight * a / b)  # a (m_1 - m_2)
-            total["squares"].addcmul_(between, between, value=b / (a * (a + b)))
-            total["squares"].add_(part["squares"], alpha=b * size.weight(2))
-            total["sum"].add_(part["sum"], alpha=weight)
+        small, groups = list[str](), list[list[str]]()
+        for param, part in parts.items():  # a large one for itself, so that it stays in cache
+            if part["sum"].numel() <= FEW_NUMBERS:
+                small.append(param)
+            else:
+                groups.append([param])
+        for some in (small, *groups) if small else groups:
+            sums, squares = ([totals[param][name] for param in some] for name in ("sum", "squares"))
+            more, of_batch = ([parts[param][name] for param in some] for name in ("sum", "squares"))
+            between = sums_of_all(sums, more, -weight * a / b)  # a (m_1 - m_2)
+            add_squares_to_all(squares, between, b / (a * (a + b)))
+            add_to_all(squares, of_batch, b * size.weight(2))
+            add_to_all(sums, more, weight)
 
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
         a, b = of_total.samples, of_other.samples
