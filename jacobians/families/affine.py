@@ -234,6 +234,8 @@ class Affine(LinearInEach):
             return self._congruence_of_sample(call.subset([0]), matrix, 0)
         if isinstance(wrt, int):
             return super().congruence(call, matrix, wrt)
+        if self.vectors(call) is not None:
+            return matrix.clone()
         one, out = call.subset([0]), call.output.shape[1:]
         half = self._over_positions(one, matrix.reshape(len(matrix), 1, *out))[:, 0]  # [D, G O]
         return self._over_positions(one, half.T.reshape(half.shape[1], 1, *out))[:, 0]

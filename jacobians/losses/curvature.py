@@ -64,7 +64,10 @@ class Curvature(Autodiff):
         return None
 
     def hessian_diag(self, call: Call) -> Tensor | None:
-        """The diagonal `[N, *pred]` of `H_n`, in float32 or wider. Default: `None`, it takes columns to know it."""
+        """The diagonal `[N, *pred]` of `H_n`, in float32 or wider. Default: `None`, it takes columns to know it.
+
+        A family that gives it does so for all calls.
+        """
         return None
 
     @abstractmethod

@@ -165,9 +165,11 @@ class SoftmaxCrossEntropy(Loss):
         x = call.inputs[0]
         log_p, weight = self._softmax(call)
         p = log_p.exp()
-        coupled = torch.einsum("ncp,ndp->pcd", p * weight[:, None], p)  # [P, C, C]
+        coupled = (p * weight[:, None]).permute(2, 1, 0) @ p.permute(2, 0, 1)  # [P, C, C]
         coupled = coupled.tril(-1) + coupled.triu(1)
         blocks = coupled.sum(2).diag_embed() - coupled  # rows sum to 0: p (1 - p), right also where p is close to 1
+        if len(blocks) == 1:
+            return blocks[0].to(x.dtype)
         size = x.shape[1:].numel()
         return blocks.permute(1, 2, 0).diag_embed().transpose(1, 2).reshape(size, size).to(x.dtype)
 
