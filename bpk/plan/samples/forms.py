@@ -84,11 +84,13 @@ def is_alive(form: Any) -> bool:
 
 def form_of(records: Sequence[Record], sources: Sources, *details: Hashable) -> Hashable:
     """The form of a graph, by its calls, and whatever else what is found depends on."""
-    numbers = {record: number for number, record in enumerate(records)}
-    return details, tuple([form_of_call(record, numbers, sources[record]) for record in records])
+    numbers, functions = {record: number for number, record in enumerate(records)}, dict[Node, Hashable]()
+    return details, tuple([form_of_call(record, numbers, sources[record], functions) for record in records])
 
 
-def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, Source]) -> Hashable:
+def form_of_call(
+    record: Record, numbers: dict[Record, int], sources: dict[int, Source], functions: dict[Node, Hashable]
+) -> Hashable:
     """One call: its layer, what it sees, and where that comes from.
 
     What else the layer's options say does not matter: rules work row by row, or are not used. They may say along which
@@ -106,7 +108,7 @@ def form_of_call(record: Record, numbers: dict[Record, int], sources: dict[int, 
         axes_looked_at(record, shapes),
         shapes,
         tuple(record.binding.axes),
-        fed(numbers, sources),
+        fed(numbers, sources, functions),
     )
 
 
@@ -124,33 +126,37 @@ def axes_looked_at(record: Record, shapes: tuple[torch.Size, ...]) -> int | None
 
 def connections(records: Sequence[Record], sources: Sources) -> Hashable:
     """How calls are connected, and by which functions."""
-    numbers = {record: number for number, record in enumerate(records)}
-    return tuple([fed(numbers, sources[record]) for record in records])
+    numbers, functions = {record: number for number, record in enumerate(records)}, dict[Node, Hashable]()
+    return tuple([fed(numbers, sources[record], functions) for record in records])
 
 
-def fed(numbers: dict[Record, int], sources: dict[int, Source]) -> tuple[Hashable, ...]:
-    """What feeds the inputs of a call, and by which functions."""
+def fed(
+    numbers: dict[Record, int], sources: dict[int, Source], functions: dict[Node, Hashable]
+) -> tuple[Hashable, ...]:
+    """What feeds the inputs of a call, and by which functions; of those that others have led to, it is known."""
     found = list[Hashable]()
     for index, source in sources.items():
         for target, edge in source.targets:
             found.append((index, numbers[target], target.places[edge[1]]))
-        found.append((index, None if source.stretch is None else form_of_stretch(source.stretch, source)))
+        found.append((index, None if source.stretch is None else form_of_stretch(source.stretch, source, functions)))
     return tuple(found)
 
 
-def form_of_stretch(end: Edge, source: Source) -> Hashable:
+def form_of_stretch(end: Edge, source: Source, functions: dict[Node, Hashable]) -> Hashable:
     """Plain autograd in front of an input: its functions, and how they are connected."""
     numbers: dict[Node | None, int] = {node: number for number, node in enumerate(source.nodes)}
     ends = {edge: -1 - number for number, (_, edge) in enumerate(source.targets)}
     form = []
     for node in source.nodes:
-        kind = type(node)
-        read = relevant_attributes(kind)
-        connected = list[Hashable]()
+        function = functions.get(node)
+        if function is None:
+            read = relevant_attributes(type(node))
+            function = functions[node] = type(node), engine.output_shapes(node), read and read(node)
+        connected: list[Hashable] = [function]
         for edge in node.next_functions:
             above, nr = beyond(edge) if type(edge[0]) in engine.PASSING_ON else edge
             connected += (numbers.get(above, ends.get((above, nr))), nr)
-        form.append((kind, engine.output_shapes(node), read and read(node), *connected))
+        form.append(tuple(connected))
     return end[1], tuple(form)
 
 
