@@ -147,17 +147,27 @@ def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[
     order = rows.get(root)
     if order is None or root.module in TOLD or bool((order.diff() >= 0).all()):
         return
+    given = [record.given[0][:2] for record in above if record.given]
     seen = [record for record in above if axis_of_data(record) is not None and record.given[0][:2] == (n, n)]
-    if not seen or any(record.data_axis is not None for record in seen):
+    if not given or any(shape[1:] != (n,) for shape in given) or any(record.data_axis is not None for record in seen):
         return
+    if not seen and (merged_rows(given[0]) != len(order) or any(tells_layout(record) for record in above)):
+        return
+    where = f"along the first axis of the input of '{seen[-1].path}'" if seen else "no layer sees them"
     tell(
         TOLD,
         root,
-        f"The model was given {n} rows of {n}, and which of the two are samples behind functions of them is a "
-        f"guess: along the first axis of the input of '{seen[-1].path}'.",
+        f"The model was given {given[0][0]} rows of {n}, and which of the two are samples behind functions of them is "
+        f"a guess: {where}.",
         f"the rows of '{root.path}' are in another order, so that one of the two was transposed.",
         "use a batch that is not as large as the second axis is long, or a layer in front of the functions.",
     )
+
+
+def tells_layout(record: Record) -> bool:
+    """Whether a call knows where samples are, or sees the first axes of what the model was given."""
+    alike = bool(record.given) and record.inputs[0].shape[:2] == record.given[0][:2] and is_given_data(record)
+    return record.knows_batch or is_of_data(record) or alike
 
 
 def caution_axis(root: Record, above: Sequence[Record], n: int, rows: Mapping[Record, Tensor]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.decoding import decode, digits, is_reached
 from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort, NotInFront, SamplesInside, numbers_of
-from bpk.plan.samples.given import follows_data, is_given_data, is_of_data
+from bpk.plan.samples.given import follows_data, is_given_data, is_laid_out_like_given, is_of_data
 from bpk.plan.samples.hypotheses import (
     are_pieces,
     has_no_axis,
@@ -17,6 +17,7 @@ from bpk.plan.samples.hypotheses import (
     numberings,
     reads_tables,
     require_separate_samples,
+    uses_parameters,
 )
 from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
 from bpk.plan.samples.proofs import follow
@@ -96,7 +97,11 @@ def check_hypothesis(
         certain = some_are_given(others, n)
         doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
         told = not any_shared or any(tells_samples(record, found, n) for record in others)
-        if (doubtful and not movable and not certain) or not told or not any(r.params for r in others):
+        if (
+            (doubtful and not movable and not certain)
+            or not told
+            or not any(uses_parameters(r, sources) for r in others)
+        ):
             raise mixed(f"one row of '{(doubtful or [*shared])[0].path}' feeds several of the {n} samples")
         raise NotInFront([*shared], len(shared), certain, may_agree=found.keys() >= shared.keys())
     for record in above:
@@ -145,7 +150,7 @@ def by_form(
     """
     if n < 2:
         return None
-    tables = {record for record in above if is_given_numbers(record)}
+    tables = {r for r in above if is_given_numbers(r) and not is_laid_out_like_given(r, n)}
     found = follow(root, above, sources, n, numbers, movable, tables)
     shared = [] if found is None else [record for record in tables if record not in found]
     if found is None or any(is_doubtful(record, found, n) for record in above if record not in shared):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from bpk.plan.samples.decoding import batch_axis, decode
-from bpk.plan.samples.given import is_as_large_as_given, is_given_data
+from bpk.plan.samples.given import is_as_large_as_given, is_given_data, is_laid_out_like_given
 from bpk.plan.samples.hypotheses import behind_first_axis, has_no_axis, reads_tables
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
@@ -77,7 +77,8 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         elsewhere = (record.knows_batch and not is_beside_samples(record, n)) or (
             n in behind_first_axis(record) and not passed_on
         )
-        elsewhere = elsewhere or (bool(record.params) and is_as_large_as_given(record))
+        like_given = is_as_large_as_given(record) or is_laid_out_like_given(record, n)
+        elsewhere = elsewhere or (bool(record.params) and like_given)
         may_be_shared = (movable or axis == 0) and ((shared and not elsewhere) or reads_tables(record, sources))
         raise FeedsSeveral(what, has_axis=not may_be_shared)
     if not may_be_in(record, axis):

@@ -158,6 +158,11 @@ def constants_of(module: nn.Module) -> Iterator[Tensor]:
     yield from (p for p in module._parameters.values() if p is not None and not p.requires_grad and not is_lazy(p))
 
 
+def uses_parameters(record: Record, sources: Sources) -> bool:
+    """Whether a call, or a function in front of it, uses parameters that are trained."""
+    return bool(record.params) or any(source.trained for source in sources[record].values())
+
+
 def reads_tables(record: Record, sources: Sources) -> bool:
     """Whether all that a call sees is a table that all samples share: parameters, and buffers of extended modules."""
     return all(is_given_tables(call, sources) for call in (record, *sources.upstream(record)))

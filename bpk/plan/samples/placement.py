@@ -15,7 +15,7 @@ from bpk.plan.samples.checking import may_be_apart
 from bpk.plan.samples.findings import AllSamplesInside, NotInFront
 from bpk.plan.samples.forms import Form, confirms, connections, form_of, recall, remember
 from bpk.plan.samples.given import of_what_was_given, with_last_call
-from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed
+from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed, uses_parameters
 from bpk.plan.samples.proofs import prove
 from bpk.plan.sources import Sources
 from bpk.recording.graph.nodes import is_of_leaves
@@ -167,11 +167,6 @@ def needs_batch_in_front(record: Record) -> bool:
     if not record.params or not isinstance(record.module, Plain) or record.rule is None:
         return False
     return record.rule.acts_on(record.call()) is None
-
-
-def uses_parameters(record: Record, sources: Sources) -> bool:
-    """Whether a call, or a function in front of it, uses parameters that are trained."""
-    return bool(record.params) or any(source.trained for source in sources[record].values())
 
 
 def one_sample(record: Record) -> Tensor:

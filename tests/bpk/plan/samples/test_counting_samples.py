@@ -187,3 +187,73 @@ def test_predictions_that_are_flattened_where_functions_alone_use_parameters(n: 
         loss_fn(model(x), y).backward()
     torch.testing.assert_close(model.weight.grad_batch, rows)
     torch.testing.assert_close(model.weight.variance, rows.var(0, unbiased=False))
+
+
+class Positions(nn.Module):
+    """What is known of positions, added to what functions make of data: no layer sees these."""
+
+    def __init__(self, of: str, scaled: bool = True) -> None:
+        super().__init__()
+        self.scale, self.scaled = nn.Parameter(torch.randn(4)), scaled
+        self.of = nn.Embedding(5, 4) if of == "table" else nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[1])
+        known = self.of(steps if isinstance(self.of, nn.Embedding) else steps[:, None].to(x.dtype))
+        return torch.tanh((x * self.scale if self.scaled else x) + known)
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+@pytest.mark.parametrize("flat", [False, True], ids=["as they are", "flattened"])
+@pytest.mark.parametrize("of", ["table", "network"])
+@pytest.mark.parametrize(("n", "steps"), [(3, 2), (2, 3), (2, 4)])
+def test_positions_beside_functions_with_parameters(n: int, steps: int, of: str, flat: bool) -> None:
+    """Positions are no samples, though each may be one by the graph alone: the model was given as many as it was."""
+
+    def objective(out: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(out.flatten(0, 1), y.flatten()) if flat else loss_fn(out.transpose(1, 2), y)
+
+    torch.manual_seed(0)
+    model, loss_fn = Positions(of).double(), nn.CrossEntropyLoss()
+    x, y = torch.randn(n, steps, 4, dtype=torch.double), torch.randint(4, (n, steps))
+    params = list(model.parameters())
+    parts = [objective(model(x[k : k + 1]), y[k : k + 1]) / n for k in range(n)]
+    rows = [torch.stack(every) for every in zip(*[torch.autograd.grad(part, params) for part in parts], strict=True)]
+    model, loss_fn = bpk.extend(model), bpk.extend(loss_fn)
+    for more in ([], [E.BatchDiagGGNExact()]):
+        with bpk.backpack(E.BatchGrad(), *more):
+            objective(model(x), y).backward()
+        for p, expected in zip(params, rows, strict=True):
+            torch.testing.assert_close(bpk.fields_of(p).grad_batch, expected)
+
+
+def test_positions_alone_are_taken_for_samples_and_the_user_is_told() -> None:
+    """Nothing else has parameters, or sees data: that samples are those of the model's is not known."""
+    model, loss_fn = bpk.extend(Positions("table", scaled=False)), bpk.extend(nn.CrossEntropyLoss())
+    told = pytest.warns(UserWarning, match=r"given 3 rows of 2(?s:.*)is a guess: no layer sees them")
+    with told, bpk.backpack(E.BatchGrad()):
+        loss_fn(model(torch.randn(3, 2, 4)).flatten(0, 1), torch.arange(6) % 4).backward()
+
+
+class Centred(nn.Module):
+    """Words that functions have changed before they are looked up; the batch is centred behind that."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.words, self.last, self.change = nn.Embedding(6, 3), nn.Linear(3, 3), change
+
+    def forward(self, words: Tensor) -> Tensor:
+        changed = words.clone() if self.change == "copied" else words.flip(1) + torch.arange(2)
+        h = self.words(changed).mean(1)
+        return self.last((h - h.mean(0)).tanh())
+
+
+@pytest.mark.parametrize("change", ["copied", "shifted"])
+def test_copies_of_data_are_no_positions(change: str) -> None:
+    """That samples mix behind them was not seen: as a table of positions, words would feed all of them."""
+    model, loss_fn = bpk.extend(Centred(change)), bpk.extend(nn.CrossEntropyLoss())
+    words, y = torch.randint(3, (4, 2)), torch.arange(4) % 3
+    with pytest.warns(UserWarning, match="Rows are not samples"), bpk.backpack(E.BatchGrad()):
+        loss_fn(model(words), y).backward()
+    with pytest.raises(NotImplementedError, match="Rows are not samples"), bpk.backpack(E.BatchDiagGGNExact()):
+        loss_fn(model(words), y).backward()
