@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.core.call import Call, Options
+from bpk.jacobians.core.call import Call, Options, once
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
 from bpk.jacobians.core.example import case
-from bpk.jacobians.core.numeric import is_differentiated, wide
+from bpk.jacobians.core.numeric import is_differentiated, wide, wide_type
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.normalization import Normalization, trained
 from bpk.jacobians.families.standardize import GroupStatistics, Standardized
@@ -46,6 +46,12 @@ class PerFeature(Normalization):
             raise UnsupportedLayer(explain(f"{self.name} has no individual gradients.", reason, "add a batch axis."))
         return tuple(range(1, call.inputs[0].dim() - len(call.options.normalized_shape)))
 
+    def individual(self, call: Call, column: Tensor, param: str) -> Tensor:
+        """Positions are in front of the features: what is added up over them has the parameter's shape."""
+        axes, is_weight = self.shared_axes(call), param == "weight"
+        entries = column * self.unit(call) if is_weight else column
+        return entries.sum(axes) if axes else entries if is_weight else entries.clone()
+
     def _groups(self, call: Call) -> int:
         return call.output.shape[1 : 1 + len(self.shared_axes(call))].numel()
 
@@ -67,10 +73,18 @@ class LayerNormRule(PerFeature):
         if seen is None or not seen.is_set_to(x):  # other axes may be in front there, or another precision
             return
         kept = [call.saved(name, as_it_is=True) for name in ("result1", "result2")]
-        groups, dtype = x.shape.numel() // max(1, prod(call.options.normalized_shape)), wide(x[:0]).dtype
+        groups, dtype = x.shape.numel() // max(1, prod(call.options.normalized_shape)), wide_type(x.dtype)
         found = [part.detach() for part in kept if part is not None and part.numel() == groups and part.dtype is dtype]
         if len(found) == 2:
             call.memo(KEPT, lambda: found)
+
+    @once
+    def unit(self, call: Call) -> Tensor:
+        """As of any normalisation. With what autograd has kept, it takes two steps."""
+        known, x = None if is_differentiated() else call.memo(KEPT, lambda: None), call.inputs[0]
+        if known is None or known[0].dim() != x.dim():
+            return super().unit(call)
+        return torch.sub(x, known[0]).mul_(known[1]).to(x.dtype)
 
     def statistics(self, call: Call) -> Standardized:
         known = None if is_differentiated() else call.memo(KEPT, lambda: None)

@@ -241,8 +241,7 @@ def hooks_at(register: Callable[..., RemovableHandle]) -> dict[int, Callable[...
 
 def keeps_tensor(node: Node, name: str) -> bool:
     """Whether a node keeps a tensor as it is, not what a hook for saved tensors made of it (if it goes: never)."""
-    kept = getattr(node, f"_raw{SAVED}{name}", None)
-    return kept is not None and hasattr(kept, "unpack_hook") and kept.unpack_hook is None
+    return getattr(getattr(node, f"_raw{SAVED}{name}", None), "unpack_hook", node) is None
 
 
 def saved_tensor(node: Node, name: str) -> Tensor | None:

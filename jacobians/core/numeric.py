@@ -48,9 +48,17 @@ def tracked(x: Tensor) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
 def wide(x: Tensor) -> Tensor:
     """`x` in the type to compute in: half precision is too coarse for sums and exponentials, so float32 instead."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.float() if x.dtype in HALF else x
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in."""
+    return torch.float32 if dtype in HALF else dtype
 
 
 def placeholder(like: Tensor) -> Tensor:
