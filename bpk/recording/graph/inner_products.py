@@ -6,7 +6,7 @@ are recognised exactly, with the order of their rows; what is not is left to the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -62,10 +62,15 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
         return []
     found: list[InnerProduct] = []
     start = record.edges[0]
-    inside = list(between(here, {edge[0] for edge in record.edges}.__contains__))
-    read = Counter(above for node in inside for above, _ in node.next_functions)
-    products = [node for node in inside if name_of(type(node)) in OF_MATRICES]
-    sums = {follow(node.next_functions[0])[0][0]: node for node in inside if name_of(type(node)) == "Add"}
+    read, products, sums = defaultdict[Node | None, int](int), list[Node](), dict[Node | None, Node]()
+    for node in between(here, {edge[0] for edge in record.edges}.__contains__):
+        for above, _ in node.next_functions:
+            read[above] += 1
+        name = name_of(type(node))
+        if name in OF_MATRICES:
+            products.append(node)
+        elif name == "Add":
+            sums[follow(node.next_functions[0])[0][0]] = node
     last, moved = follow((here, 0), tuple(call.output.shape[:2])[:: -1 if record.out_axis(0) else 1])
     for node in products:
         (left, place), (_, right) = OPERANDS[name_of(type(node))]
@@ -88,7 +93,12 @@ def inner_products(record: Record, call: Call, here: Node) -> list[InnerProduct]
 
 
 def names_in_layer(
-    record: Record, inside: Mapping[str, str], node: Node, added: Node | None, right: int, read: Counter[Node | None]
+    record: Record,
+    inside: Mapping[str, str],
+    node: Node,
+    added: Node | None,
+    right: int,
+    read: defaultdict[Node | None, int],
 ) -> dict[str, str]:
     """What the layer calls the weight and the bias of a product, where these are used there and nowhere else."""
 
