@@ -59,14 +59,13 @@ def behind_classes(prediction: Tensor) -> tuple[int, ...]:
 def draw(p: Tensor, count: int) -> Tensor:
     """Classes `[R, count]`, drawn with probabilities `[R, C]`; rows with NaN stop neither the others nor the draw.
 
-    On processors `multinomial` takes ten times as long: it draws a number for each class.
+    On processors `multinomial` takes ten times as long: it draws a number for each class. The largest that is
+    drawn there is `1 - 2^-53`, and any total times this is less than the total: no class of probability 0 is hit.
     """
     if p.device.type != "cpu":  # there, sums one after the other are not deterministic
         return torch.where(p.isfinite().all(1, keepdim=True), p, 1.0).multinomial(count, replacement=True)
     upto = p.cumsum(1, dtype=torch.float64)
-    total = upto[:, -1:]
-    below = torch.rand(len(p), count, dtype=torch.float64, device="cpu") * total
-    below = torch.minimum(below, torch.nextafter(total, torch.zeros_like(total)))  # the product may be rounded up
+    below = torch.rand(len(p), count, dtype=torch.float64, device="cpu") * upto[:, -1:]
     return torch.searchsorted(upto, below, right=True).clamp_(max=p.shape[1] - 1)
 
 
@@ -150,7 +149,7 @@ class SoftmaxCrossEntropy(Loss):
         n, classes, positions = p.shape
         drawn = draw(p.detach().transpose(1, 2).reshape(-1, classes), mc_samples)
         hot = drawn.reshape(n, positions, mc_samples).permute(2, 0, 1)[:, :, None]  # [M, N, 1, P]
-        scale = (safe_sqrt(weight) / mc_samples**0.5)[:, None]
+        scale = safe_sqrt(weight if mc_samples == 1 else weight / mc_samples)[:, None]
         score = (p * scale).expand(mc_samples, -1, -1, -1).scatter_add(2, hot, -scale.expand(hot.shape))
         return score.reshape(mc_samples, *x.shape).to(x.dtype)
 
