@@ -63,6 +63,8 @@ class BackpropExtension:
     """Whether a quantity of first order is refused where samples mix, and is not what the chain rule gives there."""
     needs_total = False
     """Whether the value uses what all parameters of the pass add up to (`share`), in `uses.total`."""
+    joins_parameters = False
+    """Whether `share` and `value` are the same for several parameters as for one with all their entries in a row."""
     averages = False
     """Whether a mean over samples is part of the value, so that there must be some."""
     over_batches: OverBatches | str | None = None

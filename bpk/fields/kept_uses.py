@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,8 @@ from bpk.fields.arrived import Averages, ClosedForm, Columns, Use
 from bpk.fields.statistics import Uses
 from bpk.fields.sums import weighted_sum
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.side_by_side import as_rows
+from bpk.jacobians.core.numeric import FEW_NUMBERS
+from bpk.jacobians.core.side_by_side import as_rows, beside
 from bpk.plan.stretch import StretchCall
 
 
@@ -27,14 +28,39 @@ class KeptRows(Uses):
         super().__init__(uses.param, uses.batch_size, [use], loss_scale=uses.loss_scale)
         self.blocks_of_rows = blocks
 
+    @property
+    def only(self) -> Tensor:
+        """The rows `[N, *p]` of the only block."""
+        return next(iter(self.blocks_of_rows.values()))[0]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there is one block, and what is asked of it costs more to begin than to do. Graphs stay apart."""
+        return len(self.blocks_of_rows) == 1 and self.only.numel() <= FEW_NUMBERS and not torch.is_grad_enabled()
+
     def norm_squared(self) -> Tensor:
-        rows = as_rows(next(iter(self.blocks_of_rows.values()))[0])
+        rows = as_rows(self.only)
         return rows.square().sum(1) if torch.is_grad_enabled() else torch.linalg.vector_norm(rows, dim=1).square()
 
     def summed(self, weights: Tensor | None = None) -> Tensor:
         if weights is None or len(self.blocks_of_rows) > 1:
             return super().summed(weights)
-        return weighted_sum(weights, next(iter(self.blocks_of_rows.values()))[0])
+        return weighted_sum(weights, self.only)
+
+
+class Together(KeptRows):
+    """Rows of several parameters side by side, as those of one: for what is the same sum over all their entries."""
+
+    def __init__(self, kept: list[KeptRows]) -> None:
+        self.params = [uses.param for uses in kept]
+        rows = beside([uses.only for uses in kept], 1)
+        super().__init__(kept[0], {next(iter(kept[0].blocks_of_rows)): rows[None]})
+        self.param = rows[0]
+
+    def parted(self, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What belongs to each parameter, in memory of its own."""
+        for param, part in zip(self.params, value.split([p.numel() for p in self.params]), strict=True):
+            yield param, part.clone().view(param.shape)
 
 
 def lean(uses: Uses) -> Uses:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bpk.fields.kept_uses import lean
+from bpk.fields.kept_uses import KeptRows, Together, lean
 from bpk.fields.statistics import Uses
 from bpk.fields.values import value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -19,17 +19,31 @@ from bpk.recording.context.state import CTX
 class Totals:
     """What parameters have added so far, by the number of the extension, and their uses.
 
-    Those whose values are still to come are `kept`, by the `id` of the parameter.
+    Those whose values are still to come are `kept`, by the `id` of the parameter. Small rows of several parameters are
+    taken `together`, where an extension makes the same of them.
     """
 
     def __init__(self, extensions: Sequence[Quantity]) -> None:
         self.extensions = extensions
         self.totals: dict[int, Tensor] = {}
         self.kept: dict[int, list[tuple[int, Uses]]] = {}
+        self.together: dict[tuple[int, torch.device, Hashable], list[KeptRows]] = {}
 
     def keep(self, index: int, uses: Uses) -> None:
         """A parameter has all its uses: add its share, and keep what the value is made of."""
-        kept, extension = lean(uses), self.extensions[index]
+        kept = lean(uses)
+        known = self.kept.setdefault(id(uses.param), [])
+        if isinstance(kept, KeptRows) and self.extensions[index].joins_parameters and kept.is_small:
+            rows = kept.only
+            alike = rows.dtype, uses.param.dtype, len(rows)
+            self.together.setdefault((index, rows.device, alike), []).append(kept)
+        else:
+            self.add(index, kept)
+            known.append((index, kept))
+
+    def add(self, index: int, kept: Uses) -> None:
+        """Add the share of some uses."""
+        extension = self.extensions[index]
         share, total = extension.share(kept), self.totals.get(index)
         if total is not None and share.shape != total.shape:
             raise UnsupportedLayer(
@@ -40,14 +54,18 @@ class Totals:
                 )
             )
         self.totals[index] = share if total is None else total + share.to(total.device)
-        self.kept.setdefault(id(uses.param), []).append((index, kept))
 
     def values(self) -> Iterator[tuple[Tensor, str, Any]]:
         """The parameters, the names of the fields, and their values, now that nothing more will come."""
         by_device: dict[torch.device, list[tuple[int, Uses]]] = {}
         for index, uses in (each for kept in self.kept.values() for each in kept):
             by_device.setdefault(uses.param.device, []).append((index, uses))
-        self.kept = {}
+        for (index, device, _), some in self.together.items():
+            with CTX.quietly(device=device):
+                joint = Together(some)
+                self.add(index, joint)
+            by_device.setdefault(device, []).append((index, joint))
+        self.kept, self.together = {}, {}
         for device, kept in by_device.items():
             kept.reverse()
             with CTX.quietly(device=device):
@@ -58,8 +76,10 @@ class Totals:
                     if index not in totals:
                         totals[index] = extension.of_total(self.totals[index].to(device), uses.batch_size)
                     uses.total = totals[index]
-                    yield uses.param, extension.savefield, value_of(extension, uses)
+                    value = value_of(extension, uses)
+                    for param, part in uses.parted(value) if isinstance(uses, Together) else [(uses.param, value)]:
+                        yield param, extension.savefield, part
 
     def clear(self) -> None:
         """Let go of everything."""
-        self.totals, self.kept = {}, {}
+        self.totals, self.kept, self.together = {}, {}, {}

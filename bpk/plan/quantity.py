@@ -48,6 +48,7 @@ class Quantity(Protocol):
     needs_gradient: bool
     needs_independence: bool
     needs_total: bool
+    joins_parameters: bool
     adds_field: bool
 
     @property

@@ -116,6 +116,8 @@ class WeightedGrad(GradientExtension):
             raise TypeError("weights must be real numbers: individual gradients are.")
         self.per, self.loss_reduction = per, loss_reduction
         self.needs_total = callable(weights) and per == "sample"
+        kind = type(self)
+        self.joins_parameters = kind.value is WeightedGrad.value and kind.share is WeightedGrad.share
         self.over_batches = WeightedByNorm(loss_reduction) if callable(weights) else ONE_BATCH
 
     def share(self, uses: Uses) -> Tensor:

@@ -349,6 +349,31 @@ def test_batches_of_different_sizes_are_refused() -> None:
         (loss_fn(model.one(data()[0]), data()[1]) + other(model.other(data(n=3)[0]), data(n=3)[1])).backward()
 
 
+class Negated(E.WeightedGrad):
+    """Weighted gradients that are negated for vectors: parameters must stay apart."""
+
+    def value(self, uses: Uses) -> Tensor:
+        found = super().value(uses)
+        return -found if uses.param.dim() == 1 else found
+
+
+def test_small_parameters_together() -> None:
+    """Small rows are weighted side by side; fields have memory of their own, and other values stay apart."""
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Unflatten(1, (1, 5)), nn.Linear(5, 3))
+    (x, y), weights = data(torch.float32, 8), lambda norms: 1 / (1 + norms)
+    model, loss_fn = extended(nn.Sequential(*net, nn.Flatten()))
+    backward(model, loss_fn, x, y, E.WeightedGrad(weights))
+    found = [p.weighted_grad for p in model.parameters()]
+    assert len({part.untyped_storage().data_ptr() for part in found}) == len(found)
+    each = individual(model, nn.CrossEntropyLoss(), x, y)
+    factors = weights(torch.stack([g.flatten(1).square().sum(1) for g in each.values()]).sum(0).sqrt())
+    for part, g in zip(found, each.values(), strict=True):
+        torch.testing.assert_close(part, torch.tensordot(factors, g, 1) / len(x))
+    backward(model, loss_fn, x, y, Negated(weights))
+    for before, p in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(p.weighted_grad, -before if p.dim() == 1 else before)
+
+
 def test_opacus() -> None:
     """The same norms and sums as in Opacus."""
     grad_sample = pytest.importorskip("opacus.grad_sample")
