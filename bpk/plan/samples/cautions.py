@@ -139,27 +139,30 @@ def merged_rows(shape: Sequence[int]) -> int:
 
 
 def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[Record, Tensor]) -> None:
-    """Tell the user once where samples and steps are as many, and nothing but a guess tells which rows are which.
+    """Tell the user once where nothing but a guess tells which rows are samples, and which steps.
 
-    Functions were in front of all layers, and the rows of the loss are not grouped as data are: either they were put in
-    another order behind the layers, or in front of them.
+    Samples and steps are as many, functions were in front of all layers, and the rows of the loss are not grouped as
+    data are: either they were put in another order behind the layers, or in front of them. Or only positions have
+    parameters, and their steps are taken for samples.
     """
     order = rows.get(root)
-    if order is None or root.module in TOLD or bool((order.diff() >= 0).all()):
-        return
     given = [record.given[0][:2] for record in above if record.given]
+    if order is None or root.module in TOLD or not given or any(shape[1:] != (n,) for shape in given):
+        return
     seen = [record for record in above if axis_of_data(record) is not None and record.given[0][:2] == (n, n)]
-    if not given or any(shape[1:] != (n,) for shape in given) or any(record.data_axis is not None for record in seen):
+    moved = bool((order.diff() < 0).any())
+    if any(record.data_axis is not None for record in seen) or not (moved or given[0] != (n, n)):
         return
     if not seen and (merged_rows(given[0]) != len(order) or any(tells_layout(record) for record in above)):
         return
     where = f"along the first axis of the input of '{seen[-1].path}'" if seen else "no layer sees them"
+    another = "are in another order, so that one of the two was transposed"
     tell(
         TOLD,
         root,
         f"The model was given {given[0][0]} rows of {n}, and which of the two are samples behind functions of them is "
         f"a guess: {where}.",
-        f"the rows of '{root.path}' are in another order, so that one of the two was transposed.",
+        f"the rows of '{root.path}' {another if moved else f'are taken for {n} samples'}.",
         "use a batch that is not as large as the second axis is long, or a layer in front of the functions.",
     )
 
