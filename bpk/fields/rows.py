@@ -22,11 +22,11 @@ R = TypeVar("R", bound="Rows")
 
 def once(compute: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
     """A method of one argument at most, evaluated once for each value of it."""
-    name, defaults = compute.__name__, compute.__defaults__ or ()
+    name, alone = compute.__name__, (compute.__name__, *(compute.__defaults__ or ()))
 
     @wraps(compute)
     def kept(self: R, *args: P.args, **named: P.kwargs) -> T:
-        key = (name, *(args or named.values() or defaults))
+        key = (name, *(args or named.values())) if args or named else alone
         if key not in self.known:
             self.known[key] = compute(self, *args, **named)
         found: T = self.known[key]

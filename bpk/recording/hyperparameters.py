@@ -47,7 +47,7 @@ def hyperparameters_of(module: nn.Module, options: Any) -> Hyperparameters:
     fields = module.__dict__
     mark: Mark | None = fields.get(MARK)
     known: Hyperparameters | None = fields.get(FIXED) if mark is None else mark.hyperparameters
-    if known is None or not all(map(is_, map(fields.get, known.plain), known.plain.values())):
+    if known is None or not known.are_still(fields):
         known = Hyperparameters(settings_of(module))
         if mark is not None:
             mark.hyperparameters = known if will_tell(module, known.plain) else None
@@ -104,14 +104,19 @@ class Hyperparameters:
         self.module = module
         self.looks_at: tuple[Any, tuple[torch.Size, ...], int | None] | None = None
 
+    def are_still(self, fields: Mapping[str, Any]) -> bool:
+        """Whether the plain attributes of a module are the same objects."""
+        return all(map(is_, map(fields.get, self.plain), self.plain.values()))
+
     def as_called(self, options: Any) -> Any:
         """The options as they were; a module shares its parameters with its copy."""
         if not isinstance(options, nn.Module):
             return self.arguments_as_called(options)
         now, buffers = options.__dict__, options._buffers
-        for name, value in self.plain.items():
-            if now.get(name) is not value and is_other(now.get(name), value) and not name.startswith("_"):
-                return self.earlier(options)
+        if not self.are_still(now):
+            for name, value in self.plain.items():
+                if is_other(now.get(name), value) and not name.startswith("_"):
+                    return self.earlier(options)
         for name, (x, known) in self.buffers.items():
             if buffers.get(name) is not x or is_changed(x, known):
                 return self.earlier(options)

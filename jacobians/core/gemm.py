@@ -56,7 +56,7 @@ def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty, views: boo
 
 
 def outer_products(x: Tensor, m: Tensor, room: Callable[[Sequence[int], Tensor], Tensor | None]) -> Tensor:
-    """`m x^T` for every sample, with vectors `[N, I]` and columns `[V, N, O]`: `[V, N, O, I]`, maybe in some `room`."""
+    """`m x^T` for every sample, vectors `[N, I]` and columns `[..., N, O]`: `[..., N, O, I]`, maybe in some `room`."""
     left, right = m.unsqueeze(-1), x.unsqueeze(1)
     into = None if torch.is_grad_enabled() else room((*m.shape, x.shape[1]), m)
     return left * right if into is None else torch.mul(left, right, out=into)

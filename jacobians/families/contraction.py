@@ -183,6 +183,8 @@ class Contraction(Affine):
 
     def individual(self, call: Call, column: Tensor, param: str) -> Tensor:
         """One product for each sample."""
+        if (x := self.vectors(call)) is not None:
+            return outer_products(x, column, call.room) if param == "weight" else column.clone()
         if not self.has_matrices(call):
             return super().individual(call, column, param)
         if param != "weight":
