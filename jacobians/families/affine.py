@@ -134,12 +134,18 @@ class Affine(LinearInEach):
             rows = [mat if x is not None else self._over_positions(call, mat) for mat in mats]
             found, _ = call.of_columns(rows[0] if len(rows) == 1 else torch.cat(rows), weights, sum_of_squares)
             return (found.clone() if per_sample else found.sum(0)).to(mats[0].dtype)
-        if x is not None and len(mats) == 1 and not per_sample:
+        if x is not None and len(mats) == 1:
             found, _ = call.of_columns(mats[0], weights, sum_of_squares)
-            return times_squares(found, wide(x)).to(mats[0].dtype)
+            return self._times_squares(call, found, wide(x), per_sample).to(mats[0].dtype)
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
         patches, shown = partial(self.patches, call), self.adding_up(call)
         return self.as_weight(call, squares.squared_sum(patches, blocks, width, weights, per_sample, call.empty, shown))
+
+    def _times_squares(self, call: Call, left: Tensor, x: Tensor, per_sample: bool) -> Tensor:
+        """`left x^2` of vectors `[N, O]` and `[N, I]`: `[N, O, I]`, or its sum over samples."""
+        if not per_sample:
+            return times_squares(left, x)
+        return gemm.outer_products(x.square(), left[None], call.room)[0]
 
     def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
         if param != "weight":
@@ -154,8 +160,8 @@ class Affine(LinearInEach):
         x = self.vectors(call)
         if param != "weight":
             rows = self._over_positions(call, diag[None])[0] if x is None else diag.clone() if per_sample else diag
-        elif x is not None and not per_sample and not torch.is_grad_enabled():
-            return times_squares(diag, x)
+        elif x is not None and not torch.is_grad_enabled():
+            return self._times_squares(call, diag, x, per_sample)
         elif self.positions(call) == 1 and not per_sample:
             columns = self.as_columns(call, diag[None])[0]
             return self.as_weight(call, torch.einsum("ngot,ngit->goi", columns, self.patches(call).square()))
