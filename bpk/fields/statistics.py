@@ -35,7 +35,10 @@ class Uses(Products):
         """`sum_v s_v (rows_v)^2`, elementwise: `[*p]`, or `[N, *p]` where `per_sample`."""
         use = self.uses[0]
         if isinstance(use.arrived, ClosedForm):
-            return use.arrived.squares(per_sample)
+            use.call.spares = self.spares
+            found = use.arrived.squares(per_sample)
+            use.call.spares = None
+            return found
         if not per_sample and self.keeps_samples and not self.shortcut:
             return self.squared_sum(per_sample=True).sum(0)
         if not self.simple:

@@ -109,14 +109,15 @@ def test_memory_that_nothing_refers_to_is_found() -> None:
     assert spare_memory.spare_memory(torch.zeros(3).to_sparse()) is None
 
 
-def test_a_field_that_nobody_holds_is_used_again() -> None:
+@pytest.mark.parametrize("quantity", [E.BatchGrad, E.BatchDiagGGNExact, E.BatchDiagHessian])
+def test_a_field_that_nobody_holds_is_used_again(quantity: type[E.BatchGrad]) -> None:
     torch.manual_seed(0)
     model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(300, 200))), bpk.extend(nn.CrossEntropyLoss())
     x, y = torch.randn(8, 300), torch.randint(200, (8,))
     places = set()
     for _ in range(6):
-        backward(model, loss_fn, x, y, E.BatchGrad())
-        places.add(model[0].weight.grad_batch.data_ptr())
+        backward(model, loss_fn, x, y, quantity())
+        places.add(getattr(model[0].weight, quantity().savefield).data_ptr())
         ballast = [torch.empty(8, 200, 300) for _ in range(3)]
     assert len(places) == 1
     del ballast
