@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from bpk.fields.statistics import Uses
 from bpk.fields.sums import weighted_sum
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.numeric import FEW_NUMBERS
-from bpk.jacobians.core.side_by_side import as_rows, beside
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.plan.stretch import StretchCall
 
 
@@ -33,11 +33,6 @@ class KeptRows(Uses):
         """The rows `[N, *p]` of the only block."""
         return next(iter(self.blocks_of_rows.values()))[0]
 
-    @property
-    def is_small(self) -> bool:
-        """Whether there is one block, and what is asked of it costs more to begin than to do. Graphs stay apart."""
-        return len(self.blocks_of_rows) == 1 and self.only.numel() <= FEW_NUMBERS and not torch.is_grad_enabled()
-
     def norm_squared(self) -> Tensor:
         rows = as_rows(self.only)
         return rows.square().sum(1) if torch.is_grad_enabled() else torch.linalg.vector_norm(rows, dim=1).square()
@@ -49,22 +44,41 @@ class KeptRows(Uses):
 
 
 class Together(KeptRows):
-    """Rows of several parameters side by side, as those of one: for what is the same sum over all their entries."""
+    """Rows of several parameters side by side, as those of one: for what is the same sum over all their entries.
 
-    def __init__(self, kept: list[KeptRows]) -> None:
-        self.params = [uses.param for uses in kept]
-        rows = beside([uses.only for uses in kept], 1)
-        super().__init__(kept[0], {next(iter(kept[0].blocks_of_rows)): rows[None]})
-        self.param = rows[0]
+    They are made alike to those of the first parameter, `uses`, and `join`ed when all are there.
+    """
+
+    def __init__(self, uses: Uses, key: Hashable) -> None:
+        super().__init__(uses, {})
+        self.key = key
+        self.params: list[Tensor] = []
+        self.parts: list[Tensor] = []
+
+    def add(self, param: Tensor, rows: Tensor) -> None:
+        """Take rows `[N, *p]` of one more parameter."""
+        self.params.append(param)
+        self.parts.append(rows if rows.dim() == 2 else as_rows(rows))
+
+    def join(self) -> None:
+        """All are there."""
+        rows = torch.cat(self.parts, 1)
+        self.blocks_of_rows[self.key] = rows[None]
+        self.param, self.parts = rows[0], []
 
     def parted(self, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What belongs to each parameter, in memory of its own."""
         for param, part in zip(self.params, value.split([p.numel() for p in self.params]), strict=True):
-            yield param, part.clone().view(param.shape)
+            yield param, (part if param.dim() == 1 else part.view(param.shape)).clone()
 
 
-def lean(uses: Uses) -> Uses:
-    """Uses that are kept until the pass is over: as rows, where these are smaller than what they are made of."""
+def are_small(rows: Mapping[Hashable, Tensor]) -> bool:
+    """Whether there is one block, and what is asked of it costs more to begin than to do. Graphs stay apart."""
+    return len(rows) == 1 and next(iter(rows.values())).numel() <= FEW_NUMBERS and not torch.is_grad_enabled()
+
+
+def lean(uses: Uses) -> Uses | dict[Hashable, Tensor]:
+    """Uses that are kept until the pass is over; or rows, by key, where they are smaller than what they are made of."""
     size = 0
     for use in uses.uses:
         for x in (*use.arrived.blocks.values(), *use.call.inputs):
@@ -73,8 +87,8 @@ def lean(uses: Uses) -> Uses:
         kept = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in uses.uses]
         return Uses(uses.param, uses.batch_size, kept, loss_scale=uses.loss_scale)
     if uses.simple and len(uses.keys) == 1:
-        return KeptRows(uses, {uses.keys[0]: uses.individual()[None]})
-    return KeptRows(uses, {key: uses.rows(key) for key in uses.keys})
+        return {uses.keys[0]: uses.individual()[None]}
+    return {key: uses.rows(key) for key in uses.keys}
 
 
 def merged(before: list[Use], uses: list[Use]) -> list[Use]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bpk.fields.kept_uses import KeptRows, Together, lean
+from bpk.fields.kept_uses import KeptRows, Together, are_small, lean
 from bpk.fields.statistics import Uses
 from bpk.fields.values import value_of
 from bpk.jacobians.core.errors import UnsupportedLayer, explain
@@ -27,19 +27,21 @@ class Totals:
         self.extensions = extensions
         self.totals: dict[int, Tensor] = {}
         self.kept: dict[int, list[tuple[int, Uses]]] = {}
-        self.together: dict[tuple[int, torch.device, Hashable], list[KeptRows]] = {}
+        self.together: dict[tuple[int, torch.device, torch.dtype, torch.dtype, int], Together] = {}
 
     def keep(self, index: int, uses: Uses) -> None:
         """A parameter has all its uses: add its share, and keep what the value is made of."""
-        kept = lean(uses)
-        known = self.kept.setdefault(id(uses.param), [])
-        if isinstance(kept, KeptRows) and self.extensions[index].joins_parameters and kept.is_small:
-            rows = kept.only
-            alike = rows.dtype, uses.param.dtype, len(rows)
-            self.together.setdefault((index, rows.device, alike), []).append(kept)
-        else:
-            self.add(index, kept)
-            known.append((index, kept))
+        known, kept = self.kept.setdefault(id(uses.param), []), lean(uses)
+        if isinstance(kept, dict) and self.extensions[index].joins_parameters and are_small(kept):
+            ((key, block),) = kept.items()
+            alike = index, block.device, block.dtype, uses.param.dtype, block.shape[1]
+            if alike not in self.together:
+                self.together[alike] = Together(uses, key)
+            self.together[alike].add(uses.param, block[0])
+            return
+        whole = KeptRows(uses, kept) if isinstance(kept, dict) else kept
+        self.add(index, whole)
+        known.append((index, whole))
 
     def add(self, index: int, kept: Uses) -> None:
         """Add the share of some uses."""
@@ -60,9 +62,9 @@ class Totals:
         by_device: dict[torch.device, list[tuple[int, Uses]]] = {}
         for index, uses in (each for kept in self.kept.values() for each in kept):
             by_device.setdefault(uses.param.device, []).append((index, uses))
-        for (index, device, _), some in self.together.items():
+        for (index, device, *_), joint in self.together.items():
             with CTX.quietly(device=device):
-                joint = Together(some)
+                joint.join()
                 self.add(index, joint)
             by_device.setdefault(device, []).append((index, joint))
         self.kept, self.together = {}, {}

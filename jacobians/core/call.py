@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binder
 from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.nested import tensors_in
+from bpk.jacobians.core.numeric import no_number
 from bpk.jacobians.core.random_state import RandomState
 
 Wrt = int | str
@@ -132,7 +133,7 @@ class Call:
     def without_output(self) -> Call:
         """The same call for rules that do not read the output: it has a shape, takes no memory, and holds NaN."""
         call = copy(self)
-        call.output = self.output.new_full((), torch.nan).expand(self.output.shape)
+        call.output = no_number(self.output.dtype, self.output.device).expand(self.output.shape)
         return call
 
     def detached(self) -> Call:

@@ -61,6 +61,13 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+@cache
+@torch.inference_mode(False)
+def no_number(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """NaN, for whoever reads what nobody may read."""
+    return torch.full((), torch.nan, dtype=dtype, device=device)
+
+
 def placeholder(like: Tensor) -> Tensor:
     """What a product that is linear in it is differentiated in; its value is of no matter.
 
