@@ -77,18 +77,26 @@ def are_small(rows: Mapping[Hashable, Tensor]) -> bool:
     return len(rows) == 1 and next(iter(rows.values())).numel() <= FEW_NUMBERS and not torch.is_grad_enabled()
 
 
-def lean(uses: Uses) -> Uses | dict[Hashable, Tensor]:
-    """Uses that are kept until the pass is over; or rows, by key, where they are smaller than what they are made of."""
+def smaller_rows(uses: Uses) -> dict[Hashable, Tensor] | None:
+    """Rows `[V, N, *p]` by key, where they are not larger than what they are made of."""
     size = 0
     for use in uses.uses:
         for x in (*use.arrived.blocks.values(), *use.call.inputs):
             size += x.numel() if x.is_floating_point() else 0
     if uses.param.numel() * uses.count > size:
-        kept = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in uses.uses]
-        return Uses(uses.param, uses.batch_size, kept, loss_scale=uses.loss_scale)
+        return None
     if uses.simple and len(uses.keys) == 1:
         return {uses.keys[0]: uses.individual()[None]}
     return {key: uses.rows(key) for key in uses.keys}
+
+
+def lean(uses: Uses) -> Uses | dict[Hashable, Tensor]:
+    """Uses that are kept until the pass is over; or rows, by key, where they are smaller than what they are made of."""
+    rows = smaller_rows(uses)
+    if rows is not None:
+        return rows
+    kept = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in uses.uses]
+    return Uses(uses.param, uses.batch_size, kept, loss_scale=uses.loss_scale)
 
 
 def merged(before: list[Use], uses: list[Use]) -> list[Use]:

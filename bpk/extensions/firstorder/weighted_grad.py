@@ -13,6 +13,7 @@ from bpk.extensions.backprop_extension import FAIL_ERROR
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.over_batches import Size, Sums
+from bpk.fields.kept_uses import KeptRows, smaller_rows
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.numeric import wide
@@ -134,6 +135,8 @@ class WeightedGrad(GradientExtension):
         if not callable(self.weights):
             weights = self.checked(self.weights, uses.count)
         elif weights is None:
+            rows = None if uses.keeps_rows else smaller_rows(uses)
+            uses = uses if rows is None else KeptRows(uses, rows)  # made once, for norms and for the sum
             weights = self.from_norms(self.norms_of(self.share(uses), uses.batch_size))
         return uses.summed(weights.to(uses.param))
 
