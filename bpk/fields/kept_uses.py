@@ -64,7 +64,7 @@ class Together(KeptRows):
         """All are there."""
         rows = torch.cat(self.parts, 1)
         self.blocks_of_rows[self.key] = rows[None]
-        self.param, self.parts = rows[0], []
+        self.param, self.parts = rows.new_empty(rows.shape[1:]), []
 
     def parted(self, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What belongs to each parameter, in memory of its own."""

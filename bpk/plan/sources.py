@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import CheckpointFunction
@@ -14,15 +13,13 @@ from bpk.plan.passes_inside import require_no_pass_inside
 from bpk.recording import engine
 from bpk.recording.before import GIVEN
 from bpk.recording.context.surroundings import reentrant
+from bpk.recording.data import NOTHING_GIVEN, Given
 from bpk.recording.graph.nodes import Edge, leaf_of
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.recovery import recover
 from bpk.recording.graph.side_effects import beyond, make_quiet
 from bpk.recording.membership import ExtendedParameters
 from bpk.recording.record import Record
-
-Shapes = tuple[torch.Size, ...]
-"""Those of the tensors that a model was given."""
 
 REENTRANT = f"{CheckpointFunction.__name__}Backward"
 """What a node is called behind which a checkpoint starts a backward pass of its own."""
@@ -126,10 +123,10 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters, again: Cal
     if node is None:
         return None
     direct = owner(edge)
-    given: Shapes = ()
+    given = NOTHING_GIVEN
     if direct is None:
         extended.look_at(consumer.module)
-        given = engine.belongings(node).get(GIVEN) or (() if consumer.is_loss else consumer.given)
+        given = engine.belongings(node).get(GIVEN) or (NOTHING_GIVEN if consumer.is_loss else consumer.given)
         direct = recover(edge, extended, again, given=given)
     if direct is not None:
         number = direct.places[edge[1]]
@@ -138,7 +135,7 @@ def trace(consumer: Record, index: int, extended: ExtendedParameters, again: Cal
         return Source(consumer, index, ((direct, edge),))
     targets: dict[tuple[int, int], tuple[Record, Edge]] = {}
     leaves: list[Tensor] = []
-    seen: dict[Node, Shapes] = {node: given}
+    seen: dict[Node, Given] = {node: given}
     waiting = [node]
     if (own := leaf_of(node)) is not None and own in extended:  # the call is given a parameter as it is
         leaves.append(own)

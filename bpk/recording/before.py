@@ -16,7 +16,7 @@ from bpk.recording import engine
 from bpk.recording.activations import nothing
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import MANAGED
-from bpk.recording.data import Data
+from bpk.recording.data import NOTHING_GIVEN, Given
 from bpk.recording.fsdp import pass_on_sharding
 from bpk.recording.graph.identity import alias
 from bpk.recording.graph.nodes import Edge
@@ -167,8 +167,7 @@ def note_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if CTX.called is None and not (CTX.quiet and engine.checkpointing() is None):  # `bpk` calls it again: no model runs
         tensors = [x for x in tensors_in((*args, *kwargs.values())) if x.dim() and not x.is_nested]
         given = [x for x in tensors if x.shape != ONE_NUMBER] or tensors
-        CTX.called, CTX.given = module, tuple([x.shape for x in given])
-        CTX.data = Data(given[0]) if given else None
+        CTX.called, CTX.given = module, Given.of(given)
         if engine.GLOBAL_FORWARD_HOOKS and CTX.watch is None:
             CTX.watch = Watch()
         if MANAGED in sys.modules:
@@ -183,9 +182,10 @@ def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
     """
     if CTX.called is module:
         for x in tensors_in(output):
-            if x.grad_fn is not None and CTX.given:
+            if x.grad_fn is not None and CTX.given.data is not None:
+                CTX.given.data.keep()
                 engine.belongings(x.grad_fn)[GIVEN] = CTX.given
-        CTX.called, CTX.given, CTX.data = None, (), None
+        CTX.called, CTX.given = None, NOTHING_GIVEN
         if CTX.watch is not None:
             CTX.watch.end()
             CTX.watch = None

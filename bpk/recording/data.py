@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
@@ -21,13 +22,37 @@ MOST_AXES = 5
 
 
 class Data:
-    """The first tensor that the whole model was given: calls that run meanwhile ask how their inputs lie in it."""
+    """The first tensor that the whole model was given: calls ask how their inputs lie in it.
+
+    Calls written down from the graph ask later. Where no other call with parameters has seen data, it is `kept`.
+    """
 
     def __init__(self, whole: Tensor) -> None:
-        self.whole, self.size = whole, whole.numel()
+        self.ref, self.size = weakref.ref(whole), whole.numel()
+        self.is_seen = False
+        self.kept: Tensor | None = None
         axes = tuple(whole.shape[:2])
         self.axes = axes if len(axes) == 2 and 1 not in axes and not whole.is_meta else None
         """The sizes of the two axes that may be exchanged (`None`: they cannot be)."""
+
+    @property
+    def whole(self) -> Tensor:
+        """The tensor."""
+        found = self.ref()
+        assert found is not None
+        return found
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anybody has it still."""
+        return self.ref() is not None
+
+    def keep(self) -> None:
+        """The model's pass is over: if no call has seen data, those that nobody has noted may want to.
+
+        What has a graph is a prediction, given to a loss: it would lead from the graph to what its nodes own.
+        """
+        self.kept = None if self.is_seen or self.whole.requires_grad else self.whole
 
     def is_read(self, inputs: Sequence[Tensor], edges: Sequence[Edge]) -> bool:
         """Whether the first input of a call that is given data is the whole, or a part of it: it shares its memory."""
@@ -85,6 +110,23 @@ class Data:
         if n != m or shape[:2] != data.shape[:2]:
             return None
         return 1 if (x.stride(0) < x.stride(1)) != (data.stride(0) < data.stride(1)) else None
+
+
+class Given(tuple[torch.Size, ...]):
+    """The shapes of the tensors that the whole model was given; `data` is the first of these."""
+
+    data: Data | None = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Given:
+        """From the tensors."""
+        given = cls(x.shape for x in tensors)
+        given.data = Data(tensors[0]) if tensors else None
+        return given
+
+
+NOTHING_GIVEN = Given()
+"""What no model was given."""
 
 
 def orders_of(data: Tensor, shape: torch.Size) -> Iterator[tuple[int, Tensor]]:

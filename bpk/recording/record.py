@@ -24,6 +24,7 @@ from bpk.recording import engine
 from bpk.recording.activations import forget, store_on
 from bpk.recording.changed import Changed, Stamp, changed, stamp
 from bpk.recording.context.state import CTX
+from bpk.recording.data import Given
 from bpk.recording.graph.connections import Connected
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ports import MatrixLayout
@@ -89,17 +90,22 @@ class Record(Connected):
         self.hyperparameters = hyperparameters_of(module, binding.options)
         self.reads_data, self.reads_piece = False, False
         self.data_axis: int | None = None
-        data = CTX.data
-        if data is not None and inputs and edges[0][0] is None:
-            self.reads_data = data.is_read(inputs, edges)
-            self.reads_piece = self.reads_data and inputs[0].numel() < data.size
-            x = inputs[0].detach()
-            self.data_axis = data.axis_in_view(x) if self.reads_data else data.axis_in_copy(x, CTX.given)
-        self.given, self.contexts = CTX.given, CTX.entered
+        self.look_at(CTX.given, inputs)
+        self.contexts = CTX.entered
         if self.contexts:
             self.contexts[-1].recorded = True
         if self.params:
             LIVE.add(weakref.ref(self, LIVE.discard))
+
+    def look_at(self, given: Given, inputs: tuple[Tensor, ...]) -> None:
+        """Note what the whole model was given, and how the first input lies in it, if that has no graph."""
+        self.given, data = given, given.data
+        if data is not None and inputs and self.edges[0][0] is None and data.is_there:
+            data.is_seen |= self.rule is not None and bool(self.params)
+            self.reads_data = data.is_read(inputs, self.edges)
+            self.reads_piece = self.reads_data and inputs[0].numel() < data.size
+            x = inputs[0].detach()
+            self.data_axis = data.axis_in_view(x) if self.reads_data else data.axis_in_copy(x, given)
 
     def store(self) -> None:
         """Store what user-written module extensions read on the layer."""

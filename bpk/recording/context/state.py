@@ -15,7 +15,7 @@ from bpk.jacobians.core.errors import explain
 from bpk.recording import engine
 from bpk.recording.context.opened import ExtensionHook, Opened
 from bpk.recording.context.surroundings import transformed
-from bpk.recording.data import Data
+from bpk.recording.data import NOTHING_GIVEN
 from bpk.recording.hooks_for_all import Watch
 
 
@@ -23,8 +23,8 @@ class Context(threading.local):
     """What is active right now, in this thread: the `backpack` contexts, and whether recording is disabled.
 
     `stack` are the contexts that backward passes see, `entered` those that this thread is in (the same, except during
-    passes that are nobody's business). While the forward pass of a model runs, it is `called`, `given` are the shapes
-    of its tensors, and `data` is the first of them. `passing` is the recorded call through which `bpk` differentiates,
+    passes that are nobody's business). While the forward pass of a model runs, it is `called`, and `given` are the
+    shapes of its tensors. `passing` is the recorded call through which `bpk` differentiates,
     if any. Extended `modules` are those of all threads, each with what undoes that. `transformed` is the path of the
     layer that ran last under a transform of `torch.func`, if any did since the last pass. While a model runs, `watch`
     sees what layers return, if there are hooks for all modules that may change it. `no_loss` says why a loss that the
@@ -40,8 +40,7 @@ class Context(threading.local):
         self.disabled = False
         self.quiet = False
         self.passing: object | None = None
-        self.given: tuple[torch.Size, ...] = ()
-        self.data: Data | None = None
+        self.given = NOTHING_GIVEN
         self.called: nn.Module | None = None
         self.multithreaded = True
         self.transformed = ""
@@ -77,7 +76,7 @@ class Context(threading.local):
         if not self.entered:
             engine.set_multithreaded(self.multithreaded)
             self.no_loss = ""
-            self.called, self.given, self.data = None, (), None  # a forward pass that was interrupted calls no hooks
+            self.called, self.given = None, NOTHING_GIVEN  # a forward pass that was interrupted calls no hooks
 
     def get_active_exts(self) -> tuple[Any, ...]:
         """The active extensions (of the innermost context)."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.recording import engine
+from bpk.recording.data import NOTHING_GIVEN, Given
 from bpk.recording.graph.attention_kernels import MASKS, read_attention
 from bpk.recording.graph.convolutions import CONVOLUTION, read_convolution
 from bpk.recording.graph.identity import name_of
@@ -35,7 +35,7 @@ def recover(
     extended: Container[Tensor],
     again: Callable[[], bool],
     behind: Node | None = None,
-    given: tuple[torch.Size, ...] = (),
+    given: Given = NOTHING_GIVEN,
 ) -> Record | None:
     """The record of a call that no hook has seen, from its node; `None` for all others.
 
@@ -44,7 +44,7 @@ def recover(
         extended: The parameters that get fields.
         again: Tells whether what a checkpoint has dropped may be computed again for that.
         behind: The node from which the edge comes, if it is no recorded call.
-        given: The shapes that the model was given, if the thread does not know them (no more).
+        given: What the model was given, if the thread does not know them (no more).
     """
     node, number = edge
     read = None if node is None else READERS.get(name_of(type(node)))
@@ -58,6 +58,7 @@ def recover(
         return None
     found = read(Unseen(node, behind, extended, again))
     if found is not None:
-        found.given = found.given or given
+        if not found.given:
+            found.look_at(given, () if found.recomputed is not None else found.inputs)
         give(node, found)
     return found

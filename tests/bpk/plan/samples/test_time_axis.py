@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -264,3 +265,28 @@ def test_steps_that_do_not_reach_each_other() -> None:
         loss_fn(bpk.extend(model)(x, done), y.flatten()).backward()
     for p, rows in zip(params, zip(*each, strict=True), strict=True):
         torch.testing.assert_close(p.grad_batch, torch.stack(rows))
+
+
+class Product(nn.Module):
+    """All that is trained is a parameter that a function uses, on rows of data with time in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x.transpose(0, 1).flatten(0, 1), self.weight))
+
+
+@pytest.mark.parametrize("quantities", [(E.BatchGrad(),), (E.BatchGrad(), E.BatchDiagGGNExact())], ids=len)
+@pytest.mark.parametrize(("n", "steps"), [(3, 2), (2, 3), (3, 3), (4, 2)])
+def test_functions_see_time_in_front(n: int, steps: int, quantities: tuple[Any, ...]) -> None:
+    """Each of so many rows side by side had been one sample's. The data need not be there any more: it is kept."""
+    torch.manual_seed(0)
+    model, x, y = Product(), torch.rand(n, steps, 2).double(), torch.randint(4, (steps, n))
+    expected = [torch.autograd.grad(F.cross_entropy(model(x[[k]]), y[:, k]) / n, [model.weight])[0] for k in range(n)]
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    for data in (x, None):
+        with bpk.backpack(*quantities):
+            loss_fn(bpk.extend(model)(x.clone() if data is None else data), y.flatten()).backward()
+        torch.testing.assert_close(model.weight.grad_batch, torch.stack(expected))
