@@ -230,6 +230,11 @@ class WrongSquaredSum(Linear):
         return super().squared_sum(call, mat, param, None, per_sample)  # forgets the weights
 
 
+class WrongRows(Linear):
+    def individual(self, call: Call, column: Tensor, param: str) -> Tensor:
+        return super().individual(call, column, param) * call.batch_size
+
+
 class WrongNorm(Linear):
     def norm_squared(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         return super().norm_squared(call, grad_out, param).sqrt()
@@ -249,6 +254,7 @@ class WrongCongruence(Linear):
     ("rule", "product"),
     [
         (WrongSquaredSum(), "squared_sum"),
+        (WrongRows(), "individual"),
         (WrongNorm(), "norm_squared"),
         (WrongFactor(), "kron_output"),
         (WrongCongruence(), "congruence"),
