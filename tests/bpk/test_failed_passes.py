@@ -100,7 +100,7 @@ def test_an_interrupted_forward_pass_leaves_nothing() -> None:
     model, loss_fn = bpk.extend(Steps()), bpk.extend(nn.CrossEntropyLoss())
     with pytest.raises(KeyboardInterrupt), bpk.backpack(E.BatchGrad()):
         model(torch.randn(3, 4, 2))
-    assert CTX.called is CTX.data is None
+    assert CTX.called is CTX.given.data is None
     model.interrupted = False
     with bpk.backpack(E.BatchGrad()):
         loss_fn(model(torch.randn(5, 4, 2)), torch.randint(3, (20,))).backward()

@@ -252,4 +252,4 @@ def test_products_of_a_layer_are_no_forward_pass_of_a_model() -> None:
     loss_fn(*(torch.randn(4, 3, requires_grad=True) for _ in range(3)))
     with contextlib.suppress(UnsupportedLayer):
         derivatives_for[loss_fn].sqrt_hessian(loss_fn)
-    assert bpk.CTX.called is None and bpk.CTX.data is None and not bpk.CTX.given
+    assert bpk.CTX.called is None and not bpk.CTX.given and bpk.CTX.given.data is None

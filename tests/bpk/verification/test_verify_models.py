@@ -231,7 +231,7 @@ def test_one_percent_in_a_parameter_product(extension: E.BackpropExtension, monk
 
         return wrong
 
-    for product in ("jac_t_mat_prod", "squared_sum", "norm_squared"):
+    for product in ("jac_t_mat_prod", "individual", "squared_sum", "norm_squared"):
         monkeypatch.setattr(rule, product, but_for_biases(product), raising=False)
     monkeypatch.setattr(rule, "squared_sum_of_blocks", lambda *args: None, raising=False)
     result = bpk.verify(*network(), extension)
