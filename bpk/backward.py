@@ -191,14 +191,12 @@ class Backward:
         if asked or self.sweeps.with_module_extensions or self.at_losses.to_come:
             return
         functions = {record for record, _ in self.inspection.sources.with_parameters}
-        for above in self.inspection.above.values():
-            for record in above:
-                if record.released:  # autograd was there, and may have freed the graph
-                    continue
-                if not self.sweeps.second_order or record in self.at_losses.touched:
-                    params = self.observing.foresee(record, functions)
-                    if params is not None:
-                        self.foreseen[record] = params
+        for record in [record for above in self.inspection.above.values() for record in above]:
+            is_next = not self.sweeps.second_order or record in self.at_losses.touched
+            if not is_next or record.released:  # autograd was there, and may have freed the graph
+                continue
+            if (params := self.observing.foresee(record, functions)) is not None:
+                self.foreseen[record] = params
 
     def inspect(self, root: Record, node: Node) -> None:
         """Look at everything behind all losses, and behind the last call."""

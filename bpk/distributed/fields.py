@@ -183,9 +183,7 @@ def local_of(model: nn.Module, rules: Any, gathers: bool = False) -> dict[str, d
     """By field and parameter: what this process has; refuses fields that are something else."""
     found: dict[str, dict[str, Local]] = {}
     for name, param in model.named_parameters():
-        for field in rules:
-            if field not in vars(param):
-                continue
+        for field in [field for field in rules if field in vars(param)]:
             known = known_of(param, field)
             if known is None or (known.done and not gathers):
                 raise RuntimeError(
@@ -234,8 +232,7 @@ def sizes_of(
         raise ValueError(
             explain(
                 f"No target counts on rank {', '.join(map(str, empty))}.",
-                "the local loss is a mean over none of them (ignore_index, weights of zero), so its fields are not "
-                "numbers.",
+                "the local loss is a mean over none of them (ignore_index, zero weights): its fields are no numbers.",
                 "leave such batches out on all ranks, or use reduction='sum'.",
             )
         )

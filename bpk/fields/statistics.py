@@ -206,10 +206,7 @@ class Uses(Products):
 
     @once
     def input_factor(self, approximation: str = "default") -> Tensor | None:
-        """`A = sum a a^T / N` over samples, positions and uses, or `None` where there is none.
-
-        Nor is there one where uses see the parameter as different matrices: a convolution and a transposed one.
-        """
+        """`A = sum a a^T / N` over samples, positions, uses. `None`: there is none, or uses make different matrices."""
         self.uses[0].call.spares = self.spares
         parts = [self.input_part(use, approximation) for use in self.uses]
         self.uses[0].call.spares = None

@@ -234,10 +234,8 @@ class EmpiricalFisher(GGN):
 
 def blocked(names: list[str], blocks: str) -> list[list[str]]:
     """The names of the parameters, by block."""
-    if blocks == "whole":
-        return [names]
-    if blocks == "parameter":
-        return [[name] for name in names]
+    if blocks in ("whole", "parameter"):
+        return [names] if blocks == "whole" else [[name] for name in names]
     if blocks != "layer":
         raise ValueError(
             explain(

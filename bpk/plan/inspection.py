@@ -231,14 +231,9 @@ class Inspection:
             return False
         if not self.second_order or not rule.may_refuse:
             return True
-        if isinstance(rule, Loss):
-            call = record.call()
-            return (
-                record.output.dim() == 0
-                and rule.obstacle(call) is None
-                and not (self.needs_root and rule.no_root(call))
-            )
-        return rule.obstacle(record.call()) is None
+        if (rule.is_loss and record.output.dim()) or rule.obstacle(record.call()) is not None:
+            return False
+        return not (isinstance(rule, Loss) and self.needs_root and rule.no_root(record.call()))
 
     def has_module_extension(self, record: Record) -> bool:
         """Whether a user wrote a module extension for this layer."""

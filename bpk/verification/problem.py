@@ -205,8 +205,7 @@ def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 @contextmanager
 def undisturbed(dtype: torch.dtype | None, devices: Sequence[torch.device]) -> Iterator[None]:
     """Random generators, the default dtype, gradient and inference mode are afterwards what they were before."""
-    default = torch.get_default_dtype()
-    cuda = [device for device in devices if device.type == "cuda"]
+    default, cuda = torch.get_default_dtype(), [device for device in devices if device.type == "cuda"]
     try:
         if dtype is not None:
             torch.set_default_dtype(dtype)  # forward passes that create tensors

@@ -33,7 +33,7 @@ ENTRIES = (
     "torch.autograd.variable.Variable._execution_engine.run_backward",
     "torch._vmap_internals._vmap",
     "torch._GLOBAL_DEVICE_CONTEXT",
-    "torch._foreach_add_",
+    *("torch._foreach_add", "torch._foreach_add_", "torch._foreach_addcmul_"),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.ops.aten._batch_norm_with_update",
     "torch.ops.mkldnn._linear_pointwise",
@@ -214,42 +214,34 @@ def add_squares_to_all(totals: list[Tensor], parts: list[Tensor], weight: float)
 
 
 def global_backward_hooks() -> list[dict[int, Any]]:
-    """The backward hooks that users have registered for all modules.
-
-    If it goes: nothing; such hooks are then called when `bpk` calls a module again.
-    """
+    """The backward hooks that users have registered for all modules. If it goes: nothing; such hooks are then called
+    when `bpk` calls a module again."""
     return [of_all._global_backward_hooks, of_all._global_backward_pre_hooks]
 
 
 GLOBAL_FORWARD_HOOKS: OrderedDict[int, Any] = of_all._global_forward_hooks  # type: ignore[assignment]
-"""What users have registered to run after the forward pass of any module, before hooks of its own.
-
-If it goes: nothing is known of such hooks, and they must not change results."""
+"""What users have registered to run after the forward pass of any module, before hooks of its own. If
+it goes: nothing is known of such hooks, and they must not change results."""
 
 
 def by_default() -> AbstractContextManager[Any]:
     """Make tensors where `torch.set_default_device` says: torch sets that aside in all that `backward()` runs.
 
-    If it goes: nothing; functions that make tensors are then refused where they are called again, on other devices
-    than the processor.
+    If it goes: nothing; functions that make tensors on other devices are then refused where they are called again.
     """
     given = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return nullcontext() if given is None else torch.device(given.device)
 
 
 def flat_weight_names(layer: nn.RNNBase) -> Sequence[str]:
-    """The names of a recurrent layer's weights, in its order.
-
-    If it goes: they follow from `num_layers`, `bidirectional`, `bias` and `proj_size`.
-    """
+    """The names of a recurrent layer's weights, in its order. If it goes: they follow from `num_layers`,
+    `bidirectional`, `bias` and `proj_size`."""
     names: Sequence[str] = layer._flat_weights_names
     return names
 
 
 def axes_without_batch(layer: nn.Module) -> int:
-    """How many axes the input of an instance normalisation has without a batch axis.
-
-    If it goes: 2, 3 and 4 for the three classes.
-    """
+    """How many axes the input of an instance normalisation has without a batch axis. If it goes: 2, 3 and 4 for the
+    three classes."""
     axes: int = layer._get_no_batch_dim()  # type: ignore[operator]
     return axes

@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.numeric import CACHE, chunks, is_differentiated, linear, products, slices, takes_onednn, wide
+from bpk.jacobians.core.numeric import (
+    CACHE,
+    chunks,
+    is_differentiated,
+    linear,
+    products,
+    slices,
+    takes_onednn,
+    times_squares,
+    wide,
+)
 
 Patches = Callable[[slice], Tensor]
 Empty = Callable[[Sequence[int], Tensor], Tensor]
@@ -55,7 +65,16 @@ def per_sample(patches: Patches, m: Tensor, width: int, empty: Empty, views: boo
     return out
 
 
-def outer_products(x: Tensor, m: Tensor, room: Callable[[Sequence[int], Tensor], Tensor | None]) -> Tensor:
+Room = Callable[[Sequence[int], Tensor], Tensor | None]
+"""Memory for a result of a shape, like a tensor, if there is some."""
+
+
+def times_squares_of(left: Tensor, x: Tensor, per_sample: bool, room: Room) -> Tensor:
+    """`left x^2` of vectors `[N, O]` and `[N, I]`: `[N, O, I]`, maybe in some `room`, or its sum over samples."""
+    return outer_products(x.square(), left[None], room)[0] if per_sample else times_squares(left, x)
+
+
+def outer_products(x: Tensor, m: Tensor, room: Room) -> Tensor:
     """`m x^T` for every sample, vectors `[N, I]` and columns `[..., N, O]`: `[..., N, O, I]`, maybe in some `room`."""
     left, right = m.unsqueeze(-1), x.unsqueeze(1)
     into = None if torch.is_grad_enabled() else room((*m.shape, x.shape[1]), m)

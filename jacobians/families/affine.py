@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import cost, gemm, norms, squares
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.numeric import squares_of_rows, sum_of_squares, times_squares, wide
+from bpk.jacobians.core.numeric import squares_of_rows, sum_of_squares, wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.projected_squares import projected_squares
 from bpk.jacobians.core.room import require_room
@@ -136,16 +136,10 @@ class Affine(LinearInEach):
             return (found.clone() if per_sample else found.sum(0)).to(mats[0].dtype)
         if x is not None and len(mats) == 1:
             found, _ = call.of_columns(mats[0], weights, sum_of_squares)
-            return self._times_squares(call, found, wide(x), per_sample).to(mats[0].dtype)
+            return gemm.times_squares_of(found, wide(x), per_sample, call.room).to(mats[0].dtype)
         blocks, width = [self.as_columns(call, mat) for mat in mats], self._matrix_shape(call)[2]
         patches, shown = partial(self.patches, call), self.adding_up(call)
         return self.as_weight(call, squares.squared_sum(patches, blocks, width, weights, per_sample, call.empty, shown))
-
-    def _times_squares(self, call: Call, left: Tensor, x: Tensor, per_sample: bool) -> Tensor:
-        """`left x^2` of vectors `[N, O]` and `[N, I]`: `[N, O, I]`, or its sum over samples."""
-        if not per_sample:
-            return times_squares(left, x)
-        return gemm.outer_products(x.square(), left[None], call.room)[0]
 
     def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
         if param != "weight":
@@ -161,7 +155,7 @@ class Affine(LinearInEach):
         if param != "weight":
             rows = self._over_positions(call, diag[None])[0] if x is None else diag.clone() if per_sample else diag
         elif x is not None and not torch.is_grad_enabled():
-            return self._times_squares(call, diag, x, per_sample)
+            return gemm.times_squares_of(diag, x, per_sample, call.room)
         elif self.positions(call) == 1 and not per_sample:
             columns = self.as_columns(call, diag[None])[0]
             return self.as_weight(call, torch.einsum("ngot,ngit->goi", columns, self.patches(call).square()))
