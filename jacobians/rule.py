@@ -147,7 +147,7 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
 
     @abstractmethod
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        """Multiply with its transpose: `[V, N, *out] -> [V, N, *in]`, or `[V, *p]`, unless `sum_batch` `[V, N, *p]`."""
+        """Multiply with the transposed Jacobian: `[V, N, *out] -> [V, N, *in]`, `[V, *p]`; by sample `[V, N, *p]`."""
 
     # ---- the second derivative -------------------------------------------------------------------
     @abstractmethod

@@ -76,19 +76,23 @@ class LayerNormRule(PerFeature):
         groups, dtype = x.shape.numel() // max(1, prod(call.options.normalized_shape)), wide_type(x.dtype)
         found = [part.detach() for part in kept if part is not None and part.numel() == groups and part.dtype is dtype]
         if len(found) == 2:
-            call.memo(KEPT, lambda: found)
+            call.memo(KEPT, lambda: tuple(found))
+
+    def kept(self, call: Call) -> tuple[Tensor, Tensor] | None:
+        """The mean and the deviation that `capture` has taken. They have no graph."""
+        found: tuple[Tensor, Tensor] | None = None if is_differentiated() else call.memo(KEPT, lambda: None)
+        return found
 
     @once
     def unit(self, call: Call) -> Tensor:
         """As of any normalisation. With what autograd has kept, it takes two steps."""
-        known, x = None if is_differentiated() else call.memo(KEPT, lambda: None), call.inputs[0]
+        known, x = self.kept(call), call.inputs[0]
         if known is None or known[0].dim() != x.dim():
             return super().unit(call)
         return torch.sub(x, known[0]).mul_(known[1]).to(x.dtype)
 
     def statistics(self, call: Call) -> Standardized:
-        known = None if is_differentiated() else call.memo(KEPT, lambda: None)
-        return FeatureStatistics(call.inputs[0], self._groups(call), call.options.eps, known=known)
+        return FeatureStatistics(call.inputs[0], self._groups(call), call.options.eps, known=self.kept(call))
 
 
 class RMSNormRule(PerFeature):

@@ -67,15 +67,10 @@ class Buffers:
 
     def put_back(self) -> None:
         """Let buffers that were changed or replaced be the ones before."""
-        if self.known:
-            self.copy_back()
-
-    @torch.no_grad()
-    def copy_back(self) -> None:
-        """The same, where there are buffers."""
         for number, (part, name, x, before, known) in enumerate(self.known):
             if is_changed(x, known) or (part.training and name.startswith("running_")):  # written uncounted
-                x.copy_(before)
+                with torch.no_grad():
+                    x.copy_(before)
                 self.known[number] = part, name, x, before, stamp(x)
             if getattr(part, name, None) is not x:
                 setattr(part, name, x)

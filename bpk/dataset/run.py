@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from reprlib import repr
 from typing import Any
@@ -100,12 +101,10 @@ class Runner:
             batch = mapped(batch, lambda x: tracked(x) if isinstance(x, Tensor) else x)
         for param in self.params.values():
             param.grad = None
+        cast = nullcontext() if self.autocast is None else torch.autocast(self.device_of_sums.type, self.autocast)
         with torch.enable_grad(), self.context:
-            if self.autocast is None:
+            with cast:
                 loss = self.step(self.model, self.loss_fn, batch)
-            else:
-                with torch.autocast(self.device_of_sums.type, self.autocast):
-                    loss = self.step(self.model, self.loss_fn, batch)
             self.loss = loss  # until the next one: freed before, the heap would shrink and grow, page by page
             value = self.checked(number, loss)
             loss.backward()
@@ -197,7 +196,7 @@ class Runner:
         found: dict[str, dict[str, Parts]] = {GRADIENT: {name: {"": x} for name, x in gradients.items()}}
         for extension in self.context.extensions:
             field = extension.savefield
-            known = {name: p.__dict__[field] for name, p in self.params.items() if field in p.__dict__}
+            known = {name: vars(p)[field] for name, p in self.params.items() if field in vars(p)}
             found[field] = {name: x if isinstance(x, dict) else {"": x} for name, x in known.items()}
         return found
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bpk.jacobians.core.engine import EachOperation
 from bpk.verification.reference import Reference
 
 DRAWS = 3
 """How often results are moved: that a single number comes out where it was is no chance then."""
 
 
-class Moving(TorchDispatchMode):
+class Moving(EachOperation):
     """All that is computed from other numbers is off by so much (in proportion); views and new tensors are not."""
 
     def __init__(self, size: float, seed: int) -> None:

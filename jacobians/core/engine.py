@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 from torch.autograd.variable import Variable
 from torch.nn.modules import module as of_all
+from torch.utils._python_dispatch import TorchDispatchMode
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -32,13 +33,12 @@ ENTRIES = (
     "torch.autograd.graph.Node._input_metadata",
     "torch.autograd.variable.Variable._execution_engine.run_backward",
     "torch._vmap_internals._vmap",
-    "torch._GLOBAL_DEVICE_CONTEXT",
+    *("torch._GLOBAL_DEVICE_CONTEXT", "torch.utils._python_dispatch.TorchDispatchMode"),
     *("torch._foreach_add", "torch._foreach_add_", "torch._foreach_addcmul_"),
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.ops.aten._batch_norm_with_update",
     "torch.ops.mkldnn._linear_pointwise",
-    "torch._batch_norm_impl_index",
-    "torch._native_batch_norm_legit",
+    *("torch._batch_norm_impl_index", "torch._native_batch_norm_legit"),
     "torch.ones(1, requires_grad=True).exp().grad_fn.next_functions[0][0].variable",
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
@@ -222,6 +222,9 @@ def global_backward_hooks() -> list[dict[int, Any]]:
 GLOBAL_FORWARD_HOOKS: OrderedDict[int, Any] = of_all._global_forward_hooks  # type: ignore[assignment]
 """What users have registered to run after the forward pass of any module, before hooks of its own. If
 it goes: nothing is known of such hooks, and they must not change results."""
+
+EachOperation = TorchDispatchMode
+"""Sees each operation below autograd, and changes its results. If it goes: rounding is not measured in `verify`."""
 
 
 def by_default() -> AbstractContextManager[Any]:

@@ -24,11 +24,11 @@ class Context(threading.local):
 
     `stack` are the contexts that backward passes see, `entered` those that this thread is in (the same, except during
     passes that are nobody's business). While the forward pass of a model runs, it is `called`, and `given` are the
-    shapes of its tensors. `passing` is the recorded call through which `bpk` differentiates,
-    if any. Extended `modules` are those of all threads, each with what undoes that. `transformed` is the path of the
-    layer that ran last under a transform of `torch.func`, if any did since the last pass. While a model runs, `watch`
-    sees what layers return, if there are hooks for all modules that may change it. `no_loss` says why a loss that the
-    present pass has come through was not recorded as one.
+    shapes of its tensors. `passing` is the recorded call through which `bpk` differentiates, if any. Extended `modules`
+    are those of all threads, each with what undoes that. `transformed` is the path of the layer that ran last under a
+    transform of `torch.func`, if any did since the last pass. While a model runs, `watch` sees what layers return, if
+    there are hooks for all modules that may change it. `no_loss` says why a loss that the present pass has come through
+    was not recorded as one.
     """
 
     modules: ClassVar[weakref.WeakKeyDictionary[nn.Module, Callable[[nn.Module], None]]] = weakref.WeakKeyDictionary()
