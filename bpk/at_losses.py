@@ -146,7 +146,8 @@ def nothing_arrived(record: Record) -> str:
         return CTX.no_loss
     return explain(
         f"Nothing was backpropagated to {record.where}.",
-        "second-order quantities start at an extended loss, and none stands behind this layer.",
+        "second-order quantities start at an extended loss, or at one that the model returns, and none stands behind "
+        "this layer.",
         "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer. A loss is a module "
         "without parameters that are trained (freeze a teacher before it is extended). It is given tensors (as they "
         "are, or in tuples, dictionaries, dataclasses) and returns one number: let the model hold parameters, and "

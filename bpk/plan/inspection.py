@@ -177,7 +177,7 @@ class Inspection:
     def outside(self) -> Outside:
         """What the objective has beside extended losses."""
         if self._outside is None:
-            self._outside = outside_of_losses(engine.roots())
+            self._outside = outside_of_losses(engine.roots(), self.second_order)
         return self._outside
 
     @property

@@ -19,6 +19,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
 from bpk.plan.quantity import FAIL_ERROR, FAIL_WARN, Quantity
 from bpk.plan.sources import Sources
 from bpk.recording import engine
+from bpk.recording.graph.losses import is_awaited, write_losses
 from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.side_effects import beyond
@@ -54,14 +55,19 @@ class Outside:
         return leaf or call is not None
 
 
-def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
-    """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between."""
+def outside_of_losses(roots: Iterable[Edge] | None, second_order: bool) -> Outside:
+    """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between.
+
+    In second order, losses that a model has computed itself are written down.
+    """
     found, losses = Outside(seen=roots is not None), list[Node]()
     starts = [beyond(root)[0] for root in roots or ()]
     consumers: dict[Node, list[Node]] = {root: [] for root in starts if root is not None}
     waiting = list(consumers)
     while waiting:
         node = waiting.pop()
+        if second_order and is_awaited(node):
+            write_losses(node)
         call = owner_of(node)
         if call is not None and call.is_loss:
             losses.append(node)

@@ -11,9 +11,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from bpk.plan.graph import Source
 from bpk.plan.passes_inside import require_no_pass_inside
 from bpk.recording import engine
-from bpk.recording.before import GIVEN
 from bpk.recording.context.surroundings import reentrant
-from bpk.recording.data import NOTHING_GIVEN, Given
+from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
 from bpk.recording.graph.nodes import Edge, leaf_of
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.recovery import recover

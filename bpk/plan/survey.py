@@ -12,8 +12,8 @@ from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.samples.hypotheses import mixed
 from bpk.plan.sources import Sources
 from bpk.recording import engine
-from bpk.recording.before import GIVEN
 from bpk.recording.context.state import CTX
+from bpk.recording.data import GIVEN
 from bpk.recording.membership import around, parameters_in
 from bpk.recording.parameters import has_parameter
 from bpk.recording.record import Record

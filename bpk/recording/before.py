@@ -16,9 +16,10 @@ from bpk.recording import engine
 from bpk.recording.activations import nothing
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import MANAGED
-from bpk.recording.data import NOTHING_GIVEN, Given
+from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
 from bpk.recording.fsdp import pass_on_sharding
 from bpk.recording.graph.identity import alias
+from bpk.recording.graph.losses import watch
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.hooks_for_all import Watch
@@ -26,8 +27,6 @@ from bpk.recording.membership import is_users
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
-GIVEN = "bpk.given"
-"""Under which name the nodes of a model's results keep the shapes of what it was given."""
 ONE_NUMBER = (1,)
 """The shape of a number, such as the time in a differential equation: it has no samples, as without axes."""
 
@@ -181,10 +180,12 @@ def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
     The nodes of its results keep the shapes, for calls that are written down from the graph.
     """
     if CTX.called is module:
-        for x in tensors_in(output):
-            if x.grad_fn is not None and CTX.given.data is not None:
+        results = [x for x in tensors_in(output) if x.grad_fn is not None]
+        for x in results:
+            if CTX.given.data is not None and x.grad_fn is not None:
                 CTX.given.data.keep()
                 engine.belongings(x.grad_fn)[GIVEN] = CTX.given
+        watch(results)
         CTX.called, CTX.given = None, NOTHING_GIVEN
         if CTX.watch is not None:
             CTX.watch.end()

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from bpk.recording.graph.nodes import Edge
 
+GIVEN = "bpk.given"
+"""Under which name the nodes of a model's results keep the shapes of what it was given."""
+
 SOME, MANY = 8, 64
 """Of how many rows, along each of two axes, and of how many of their entries the order is looked at."""
 

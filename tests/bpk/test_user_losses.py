@@ -32,14 +32,15 @@ class Penalised(nn.Module):
 class Learned(nn.Module):
     """Cross-entropy with a temperature that is learned, of the whole batch or of each sample."""
 
-    def __init__(self, reduction: str = "mean") -> None:
+    def __init__(self, reduction: str = "mean", smoothing: float = 0.0) -> None:
         super().__init__()
         self.temperature, self.reduction = nn.Parameter(torch.tensor(1.5)), reduction
+        self.smoothing = smoothing
         self.positive = nn.Softplus()
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         logits = logits / self.positive(self.temperature)
-        return functional.cross_entropy(logits, target, reduction=self.reduction)
+        return functional.cross_entropy(logits, target, reduction=self.reduction, label_smoothing=self.smoothing)
 
 
 def test_parameters_of_a_loss_belong_to_the_model() -> None:
@@ -58,12 +59,24 @@ def test_parameters_of_a_loss_belong_to_the_model() -> None:
         def forward(self, losses: Tensor) -> Tensor:
             return losses.mean()
 
-    net, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(Learned())
+    net, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(Learned(smoothing=0.1))
     x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     with bpk.backpack(E.DiagHessian()), pytest.raises(RuntimeError, match=r"(?s)without parameters.*let the model"):
         loss_fn(net(x), y).backward()
     result = bpk.verify(Whole(), Mean(), (x, y), None, E.BatchGrad(), E.DiagHessian())
     assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
+
+
+def test_a_known_loss_inside_of_one_with_parameters() -> None:
+    """It is that of functions behind the model, of which the parameters are a part."""
+    net, loss_fn = bpk.extend(nn.Linear(4, 3).double()), bpk.extend(Learned().double())
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    with bpk.backpack(E.DiagHessian()):
+        loss_fn(net(x), y).backward()
+    for p in (net.bias, loss_fn.temperature):
+        (grad,) = torch.autograd.grad(loss_fn(net(x), y), p, create_graph=True)
+        rows = [torch.autograd.grad(g, p, retain_graph=True)[0] for g in grad.flatten()]
+        torch.testing.assert_close(p.diag_h.flatten(), torch.stack([r.flatten()[k] for k, r in enumerate(rows)]))
 
 
 class Weighted(nn.Module):
@@ -421,12 +434,12 @@ def test_a_loss_that_learns_weights_of_losses_inside() -> None:
 class WithLogs(nn.Module):
     """A loss beside what its user wants to see."""
 
-    def __init__(self, logs: str) -> None:
+    def __init__(self, logs: str, smoothing: float = 0.1) -> None:
         super().__init__()
-        self.logs = logs
+        self.logs, self.smoothing = logs, smoothing
 
     def forward(self, scores: Tensor, y: Tensor) -> object:
-        loss = nn.functional.cross_entropy(scores, y)
+        loss = nn.functional.cross_entropy(scores, y, label_smoothing=self.smoothing)
         accuracy = (scores.argmax(1) == y).double().mean()
         return {"loss": loss, "accuracy": accuracy} if self.logs == "dict" else (loss, scores.softmax(1))
 
@@ -450,7 +463,10 @@ def test_a_loss_that_returns_several_things(logs: str) -> None:
     alone = bpk.extend(nn.CrossEntropyLoss())
     with bpk.backpack(E.DiagGGNExact()):
         alone(layer(x), y).backward()
-    assert layer.weight.diag_ggn_exact.shape == layer.weight.shape
+    expected, loss_fn = layer.weight.diag_ggn_exact, bpk.extend(WithLogs(logs, smoothing=0.0))
+    with bpk.backpack(E.DiagGGNExact()):
+        loss().backward()  # a function that is known is found in there
+    torch.testing.assert_close(layer.weight.diag_ggn_exact, expected)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])

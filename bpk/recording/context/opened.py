@@ -62,7 +62,8 @@ class Opened:
     with `backwards`: the passes under way, by that number; a pass takes itself off when it has ended. `recorded` says
     whether a call was written down, `reached` whether a pass has come to an extended module, and `elsewhere` whether a
     pass in another thread has come to a call of this thread. A context `asks_for_layers` if there is something to do at
-    each, beside what rules say. `called` is the model whose forward pass has opened the context, if any.
+    each, beside what rules say, and is of `second_order` if some extension is. `called` is the model whose forward pass
+    has opened the context, if any.
     """
 
     def __init__(self, context: Settings, begin: Callable[[int, dict[int, Pass]], Pass]) -> None:
@@ -73,6 +74,7 @@ class Opened:
         self.reached = False
         self.elsewhere = False
         self.called: nn.Module | None = None
+        self.second_order = any(e.second_order for e in context.extensions)
         by_hand = [e for e in context.extensions if e.has_module_extensions]
         self.asks_for_layers = context.debug or context.extension_hook is not None or bool(by_hand)
         runs_passes = context.adds_up  # by itself: there will be one

@@ -1,0 +1,181 @@
+"""Losses that a model computes itself, by functions: `F.cross_entropy(logits.flatten(0, 1), labels)`, or a loss module
+that its forward pass makes.
+
+Language models return their loss beside the logits. Second order starts at a loss, so a backward pass that asks for it
+writes down the losses among the functions before a number that a model has returned, when it comes to that number: the
+nodes behind it still keep what they have saved. First order does not need to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.engine import is_checkpointed
+from bpk.recording import engine
+from bpk.recording.context.state import CTX
+from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
+from bpk.recording.graph.identity import name_of
+from bpk.recording.graph.nodes import Edge, signed
+from bpk.recording.graph.ownership import give, owner_of, visit
+from bpk.recording.graph.side_effects import beyond
+from bpk.recording.graph.unseen import standing_for
+from bpk.recording.record import Record
+from bpk.rules import REGISTRY
+
+WATCHED = "bpk.number"
+"""Under which name the node of a number that a model has returned keeps which backward pass has come there last."""
+
+REDUCTIONS = ("none", "mean", "sum")
+"""How a node keeps the way in which terms are put together: as a number."""
+
+CLASSES = ("NllLoss", "NllLoss2D")
+"""What functions of class probabilities are called: behind a log-softmax of the classes, they are the cross-entropy."""
+
+OF_ENTRIES: dict[str, tuple[type[nn.Module], str, tuple[str, ...]]] = {
+    "MseLoss": (nn.MSELoss, "F.mse_loss", ()),
+    "SmoothL1Loss": (nn.SmoothL1Loss, "F.smooth_l1_loss", ("beta",)),
+    "HuberLoss": (nn.HuberLoss, "F.huber_loss", ("delta",)),
+    "SoftMarginLoss": (nn.SoftMarginLoss, "F.soft_margin_loss", ()),
+    "BinaryCrossEntropy": (nn.BCELoss, "F.binary_cross_entropy", ("weight",)),
+    "BinaryCrossEntropyWithLogits": (
+        nn.BCEWithLogitsLoss,
+        "F.binary_cross_entropy_with_logits",
+        ("weight", "pos_weight"),
+    ),
+}
+"""By function of a prediction and a target of its shape: the layer, what users write, and what its node keeps."""
+
+
+def watch(results: Sequence[Tensor]) -> None:
+    """A model has returned these: numbers among them may be its losses."""
+    for x in results:
+        if not x.dim() and x.grad_fn is not None and WATCHED not in engine.belongings(x.grad_fn):
+            engine.belongings(x.grad_fn)[WATCHED] = engine.current_task()
+            x.grad_fn.register_prehook(arrive)
+
+
+def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    """The hook on such a number: if a pass of second order begins here, it begins at the losses that the number is."""
+    opened = CTX.stack[-1] if CTX.stack and not CTX.quiet else None
+    node, task = engine.current_node(), engine.current_task()
+    engine.belongings(node)[WATCHED] = task
+    if opened is None or not opened.second_order or owner_of(node) is not None:
+        return None
+    if task in opened.backwards or not opened.is_for(CTX.called):
+        return None
+    write_losses(node)
+    found = owner_of(node)
+    return None if found is None else visit(found, grads)
+
+
+def is_awaited(node: Node) -> bool:
+    """Whether the backward pass under way may yet come to such a number. Nodes behind it have kept what they saved."""
+    return engine.belongings(node).get(WATCHED) not in (None, engine.current_task())
+
+
+def write_losses(node: Node) -> None:
+    """Write down the losses that a number is made of, which a model has returned, as if layers had made them.
+
+    Numbers are followed, so that weighted sums of losses are found. If it is made of anything else (a penalty, a loss
+    that is not known), nothing is written down.
+    """
+    found: dict[Node, Record] = {}
+    waiting, seen = [node], {node}
+    while waiting:
+        here = waiting.pop()
+        if owner_of(here) is not None:
+            continue
+        if engine.output_shapes(here) != (torch.Size(),):
+            return
+        loss = read_loss(here)
+        above = [one for one, _ in map(beyond, here.next_functions) if one is not None]
+        if loss is not None:
+            found[here] = loss
+        elif not above:
+            return
+        else:
+            waiting += [one for one in above if one not in seen]
+            seen.update(above)
+    given: Given = engine.belongings(node).get(GIVEN, NOTHING_GIVEN)
+    for here, loss in found.items():
+        loss.look_at(given, ())
+        give(here, loss)
+
+
+def read_loss(node: Node) -> Record | None:
+    """The record of a loss, from its node; `None` of other functions, and of what a checkpoint would compute again."""
+    name = name_of(type(node))
+    read = read_classes if name in CLASSES else read_entries if name in OF_ENTRIES else None
+    if read is None or is_checkpointed(node, "self") or is_checkpointed(node, "target"):
+        return None
+    return read(node)
+
+
+def read_classes(node: Node) -> Record | None:
+    """The record of a cross-entropy. Of its logits, their log-softmax is known, whose log-softmax is itself.
+
+    What functions return that is no log-softmax of the classes counts as logarithms of probabilities.
+    """
+    x, target, weight, index, reduction = kept_under(node, "self", "target", "weight", "ignore_index", "reduction")
+    options = {"weight": weight, "ignore_index": signed(index), "reduction": REDUCTIONS[reduction]}
+    above = beyond(node.next_functions[0])[0]
+    if above is not None and name_of(type(above)) == "View":
+        above = beyond(above.next_functions[0])[0]  # of positions, the node sees two axes
+    if above is not None and (name_of(type(above)) != "LogSoftmax" or is_checkpointed(above, "result")):
+        above = None
+    logits = x if above is None else engine.saved(above, "result")
+    if above is None or x.shape[:2] != logits.shape[:2] or signed(engine.saved(above, "dim")) % logits.dim() != 1:
+        return written(nn.NLLLoss, "F.nll_loss", options, (x, target), node.next_functions, node)
+    edge = above.next_functions[0]
+    if engine.kind_of_output(*edge)[1] != logits.dtype:
+        return None
+    target, options["label_smoothing"] = target.reshape(len(logits), *logits.shape[2:]), 0.0
+    return written(nn.CrossEntropyLoss, "F.cross_entropy", options, (logits, target), (edge,), node)
+
+
+def read_entries(node: Node) -> Record | None:
+    """The record of a loss of entries."""
+    layer, function, names = OF_ENTRIES[name_of(type(node))]
+    x, target, reduction, *others = kept_under(node, "self", "target", "reduction", *names)
+    options = {"reduction": REDUCTIONS[reduction], **dict(zip(names, others, strict=True))}
+    return written(layer, function, options, (x, target), node.next_functions, node)
+
+
+def kept_under(node: Node, *names: str) -> list[Any]:
+    """What a node keeps under these names."""
+    return [engine.saved(node, name) for name in names]
+
+
+def written(
+    layer: type[nn.Module],
+    function: str,
+    options: dict[str, Any],
+    inputs: tuple[Tensor, Tensor],
+    edges: Sequence[Edge],
+    node: Node,
+) -> Record | None:
+    """The record of a loss of a prediction and a target; `None` if its terms are not put together."""
+    if options["reduction"] == "none":
+        return None
+    names, values = tuple(options), tuple(options.values())
+    known = not any(isinstance(value, Tensor) for value in values)
+    module = (known_loss if known else loss_with)(layer, function, names, values)  # type: ignore[arg-type]
+    places = tuple([edges[k] if k < len(edges) else (None, 0) for k in range(len(inputs))])
+    binding = Binding(module, inputs)
+    return Record(module, REGISTRY.find(module), binding, inputs, places, {0: engine.like_output(node)}, {0: 0})
+
+
+def loss_with(layer: type[nn.Module], function: str, names: tuple[str, ...], values: tuple[Any, ...]) -> nn.Module:
+    """What stands for a loss with these options."""
+    return standing_for(layer, function, **dict(zip(names, values, strict=True)))
+
+
+known_loss = lru_cache(maxsize=256)(loss_with)
+"""The same module for the same options, none of which is a tensor: forms of graphs are known by their modules."""
