@@ -45,6 +45,7 @@ class Record(Connected):
     the first one, or a part of it, `reads_piece` that it reads a part, such as a step of time. `data_axis` is the axis
     of its first input along which that of data runs which is in front there (`None`: not known, or shapes tell).
     `contexts` are those that the thread of the forward pass is in.
+    `owners` are the samples `[R]` of its rows, where a packed sequence has said so.
     `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
     state of the generators before the call. `stored` is the output as it was stored on the module. `open`: a backward
     pass is awaited. `released`: the tensors are gone. `left` are the layers behind a loss whose calls a pass has left
@@ -53,8 +54,8 @@ class Record(Connected):
 
     __slots__ = (
         *("__weakref__", "cached", "contexts", "data_axis", "drawn", "frozen", "given", "handed", "hyperparameters"),
-        *("is_loss", "left", "module", "open", "params", "reads_data", "reads_piece", "released", "rule", "stamps"),
-        "stored",
+        *("is_loss", "left", "module", "open", "owners", "params", "reads_data", "reads_piece", "released", "rule"),
+        *("stamps", "stored"),
     )
 
     def __init__(
@@ -85,6 +86,7 @@ class Record(Connected):
         self.drawn: RandomState | None = None
         self.cached: tuple[tuple[object, ...], list[Tensor], Call] | None = None
         self.stored: Tensor | None = None
+        self.owners: Tensor | None = None
         self.left: Sequence[nn.Module] = ()
         self.open, self.released = True, False
         self.hyperparameters = hyperparameters_of(module, binding.options)

@@ -21,6 +21,7 @@ from bpk.recording.context.state import CTX
 from bpk.recording.graph.identity import together
 from bpk.recording.graph.ownership import give
 from bpk.recording.membership import MARK, Mark
+from bpk.recording.packed import owners_of_rows
 from bpk.recording.parameters import read_parameters
 from bpk.recording.record import Record
 from bpk.recording.treatment import StandIn, Treatment, are_computed, treatment_of
@@ -153,19 +154,21 @@ def mark_results(module: nn.Module, output: Any) -> Any:
     """
     tensors = [x for x in tensors_in(output) if not isinstance(x, StandIn)]
     results = [x for x in tensors if x.requires_grad and x.dim() and not x.is_complex()]
-    changed = {id(x): passage(module, x) for x in results}
+    owners = owners_of_rows(output)
+    changed = {id(x): passage(module, x, owners.get(id(x))) for x in results}
     if isinstance(output, Tensor):
         return changed.get(id(output))
     return substitute(output, changed) if changed else None
 
 
-def passage(module: nn.Module, result: Tensor) -> Tensor:
-    """One result of a container, marked. Each is on its own: their rows need not be the same."""
+def passage(module: nn.Module, result: Tensor, owners: Tensor | None) -> Tensor:
+    """One result of a container, marked, and whose its rows are, if known. Each is on its own: rows may differ."""
     kept, edge = keep(result)
     (marked,) = together(result)
     binding, results = Binding(module, (kept,)), {0: marked.detach()}
     written = Record(module, PASSAGE, binding, (kept,), (edge,), results, {0: 0}, engine.checkpointing())
     written.handed = [weakref.ref(result), weakref.ref(marked)]
+    written.owners = owners
     give(marked.grad_fn, written)
     return marked
 

@@ -22,10 +22,8 @@ from bpk.jacobians.recurrent.residual import ResidualProducts
 from bpk.jacobians.recurrent.scan import Scan
 from bpk.jacobians.recurrent.stack import Pulled, Seeds, Stack
 
-PACKED = "its input is a packed sequence, whose rows are not samples"
 UNBATCHED = "its input has no batch axis"
 DROPOUT = "it drops out values between its layers, and what it drew cannot be drawn again"
-PAD = "pass a padded tensor, and leave what is padding out of the loss (ignore_index, or a mask)."
 ADD_AXIS = "add a batch axis: x.unsqueeze(0) with batch_first=True, x.unsqueeze(1) without."
 SPLIT = "use single layers with nn.Dropout in between (extend(model, use_converter=True) does that), or call eval()."
 
@@ -57,7 +55,7 @@ class RecurrentForward(SeveralOutputs):
         given = arguments_in_order(module, args, kwargs)
         inputs = tuple(tensors_in(given))
         if any(isinstance(x, nn.utils.rnn.PackedSequence) for x in given):
-            return Binding(module, inputs[:1], problem=PACKED + ".", do=PAD)
+            return Binding(module, ())  # its rows are steps of samples in turns: autograd knows whose each is
         if inputs[0].dim() != self.axes:
             return Binding(module, inputs, problem=UNBATCHED + ".", do=ADD_AXIS)
         if self.draws(module) and draws_elsewhere(inputs[0]):

@@ -116,7 +116,7 @@ class Trials:
         of.
         """
         root, calls = self.root, self.calls
-        found = self.as_given() or self.as_picked(sure=True, complete=False)
+        found = self.as_packed() or self.as_given() or self.as_picked(sure=True, complete=False)
         if found:
             return found
         refusal: UnsupportedLayer | NotInFront | None = None
@@ -160,6 +160,15 @@ class Trials:
         seen = {number for record in fewer for number in (rows[record].tolist() if record in rows else range(n))}
         if fewer and len(seen - {-1}) < n:
             raise mixed(f"{fewer[0].where} has {fewer[0].batch_size} of the {most} that the model was given")
+
+    def as_packed(self) -> Found | None:
+        """The sequences of a packed one, where the rows of the root are its rows."""
+        for record in self.calls:
+            if record.owners is not None and len(record.owners) == self.root.batch_size:
+                n = int(record.owners.max()) + 1
+                with suppress(UnsupportedLayer, NotInFront):
+                    return n, self.test(record.owners, n, movable=True)
+        return None
 
     def as_given(self) -> Found | None:
         """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees.

@@ -116,7 +116,7 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
         return
     if root.is_loss and sum(counts) == count and len({shape[1:] for shape in given}) == 1:
         return
-    if are_listed(above, count):
+    if are_listed(above, count) or any(r.owners is not None and len(r.owners) == count for r in above):
         return
     seen = [record for record in above if is_given_data(record)]
     in_rows = all(record in rows or record.batch_size == n for record in seen)

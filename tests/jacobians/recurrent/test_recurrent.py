@@ -339,14 +339,6 @@ def test_output_changed_in_place(layer: Any) -> None:
 
 # ---- refusals ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact])
-def test_packed_sequences_are_refused(extension: Any) -> None:
-    layer, last, lossfunc = bpk.extend(nn.LSTM(2, 3)), bpk.extend(nn.Linear(3, 2)), bpk.extend(nn.CrossEntropyLoss())
-    packed = nn.utils.rnn.pack_sequence([torch.randn(3, 2), torch.randn(2, 2)])
-    with pytest.raises(UnsupportedLayer, match="packed sequence"), bpk.backpack(extension()):
-        lossfunc(last(layer(packed)[1][0][0]), torch.tensor([0, 1])).backward()
-
-
-@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact])
 def test_an_input_without_batch_axis_is_refused(extension: Any) -> None:
     layer, last, lossfunc = bpk.extend(nn.GRU(2, 3)), bpk.extend(nn.Linear(3, 2)), bpk.extend(nn.CrossEntropyLoss())
     with pytest.raises(UnsupportedLayer, match="no batch axis"), bpk.backpack(extension()):
