@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error
 
 OURS, THEIRS = "bpk", "backpack"
 
@@ -33,14 +33,12 @@ def install_as_backpack() -> None:
     """
     present = sys.modules.get(THEIRS)
     if present is not None and present is not sys.modules[OURS]:
-        raise RuntimeError(
-            explain(
-                "install_as_backpack() found that the real BackPACK was imported already"
-                f" ({getattr(present, '__file__', None) or 'from an unknown place'}).",
-                "its classes would live on beside those of bpk, and be mixed with them.",
-                "call bpk.install_as_backpack() at the start of the program, before it imports backpack or a package "
-                "that does, such as laplace.",
-            )
+        raise runtime_error(
+            "install_as_backpack() found that the real BackPACK was imported already"
+            f" ({getattr(present, '__file__', None) or 'from an unknown place'}).",
+            "its classes would live on beside those of bpk, and be mixed with them.",
+            "call bpk.install_as_backpack() at the start of the program, before it imports backpack or a package "
+            "that does, such as laplace.",
         )
     if not any(isinstance(finder, Alias) for finder in sys.meta_path):
         sys.meta_path.insert(0, Alias())

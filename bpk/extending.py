@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.losses.loss_call import trains
 from bpk.jacobians.rule import Rule
@@ -99,61 +99,48 @@ def check_options(**options: object) -> None:
     """Refuse a second module in the place of an option."""
     for name, value in options.items():
         if not isinstance(value, bool):
-            raise ValueError(
-                explain(
-                    f"extend(...) got {name}={value!r}, which is neither True nor False.",
-                    "it takes one model or loss, and options behind it.",
-                    "extend each by itself: model, loss_fn = bpk.extend(model), bpk.extend(loss_fn).",
-                )
+            raise value_error(
+                f"extend(...) got {name}={value!r}, which is neither True nor False.",
+                "it takes one model or loss, and options behind it.",
+                "extend each by itself: model, loss_fn = bpk.extend(model), bpk.extend(loss_fn).",
             )
 
 
 def check_module(module: object, function: str = "extend") -> None:
     """Refuse what cannot be extended, before anything is changed."""
     if isinstance(module, type) and issubclass(module, nn.Module):
-        raise ValueError(
-            explain(
-                f"{function}(...) got the module class {module.__name__} instead of an instance.",
-                "only an instance has parameters and a forward pass.",
-                f"write bpk.{function}({module.__name__}(...)).",
-            )
+        raise value_error(
+            f"{function}(...) got the module class {module.__name__} instead of an instance.",
+            "only an instance has parameters and a forward pass.",
+            f"write bpk.{function}({module.__name__}(...)).",
         )
     if not isinstance(module, nn.Module):
-        raise ValueError(
-            explain(
-                f"{function}(...) got {type(module).__name__}, which is no module (nn.Module).",
-                "forward hooks exist on modules only.",
-                "wrap a function into an nn.Module; for a loss function use its class, such as nn.CrossEntropyLoss().",
-            )
+        raise value_error(
+            f"{function}(...) got {type(module).__name__}, which is no module (nn.Module).",
+            "forward hooks exist on modules only.",
+            "wrap a function into an nn.Module; for a loss function use its class, such as nn.CrossEntropyLoss().",
         )
     for path, child in module.named_modules():
         if type(child).__module__.startswith(QUANTISED):
-            raise ValueError(
-                explain(
-                    f"Layer '{path or type(child).__name__}' ({type(child).__name__}) is quantised.",
-                    "its weights are integers and its output has no gradient: nothing can be computed for it or before "
-                    "it.",
-                    "extend the model before it is quantised.",
-                )
+            raise value_error(
+                f"Layer '{path or type(child).__name__}' ({type(child).__name__}) is quantised.",
+                "its weights are integers and its output has no gradient: nothing can be computed for it or before it.",
+                "extend the model before it is quantised.",
             )
     require_local(module.named_modules())
     for name, param in module.named_parameters():
         if is_lazy(param):
-            raise ValueError(
-                explain(
-                    f"Parameter '{name}' is not initialised yet (a lazy layer).",
-                    "its shape, and so the layer's class, is only known after the first forward pass.",
-                    "run one forward pass, model(X), before bpk.extend(model).",
-                )
+            raise value_error(
+                f"Parameter '{name}' is not initialised yet (a lazy layer).",
+                "its shape, and so the layer's class, is only known after the first forward pass.",
+                "run one forward pass, model(X), before bpk.extend(model).",
             )
         if param.is_complex() and param.requires_grad:
-            raise ValueError(
-                explain(
-                    f"Parameter '{name}' is complex ({param.dtype}).",
-                    "squares, norms and curvature of complex parameters have several meanings; none is implemented.",
-                    "make it of two real parameters (torch.nn.utils.parametrize.register_parametrization, with "
-                    "forward(re, im) = torch.complex(re, im)), or set requires_grad=False.",
-                )
+            raise value_error(
+                f"Parameter '{name}' is complex ({param.dtype}).",
+                "squares, norms and curvature of complex parameters have several meanings; none is implemented.",
+                "make it of two real parameters (torch.nn.utils.parametrize.register_parametrization, with "
+                "forward(re, im) = torch.complex(re, im)), or set requires_grad=False.",
             )
 
 

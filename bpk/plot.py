@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, value_error
 
 __all__ = ["gradient_noise", "histograms", "kronecker_spectra", "strip"]
 
@@ -93,12 +93,10 @@ def kronecker_spectra(model: nn.Module, field: str = "kfac", axes: Any = None) -
     axes = axes_or_new(axes)
     for name, factors in fields(model, field).items():
         if not isinstance(factors, (list, tuple)) or any(f.layout != torch.strided for f in factors):
-            raise ValueError(
-                explain(
-                    f"The field '{field}' of '{name}' is not a list of dense factors.",
-                    "a spectrum is drawn of Kronecker factors.",
-                    "use 'kfac', 'kflr' or 'kfra', on a model whose large parameters are weights of layers.",
-                )
+            raise value_error(
+                f"The field '{field}' of '{name}' is not a list of dense factors.",
+                "a spectrum is drawn of Kronecker factors.",
+                "use 'kfac', 'kflr' or 'kfra', on a model whose large parameters are weights of layers.",
             )
         spectrum = torch.ones(1, dtype=torch.float64, device="cpu")
         for factor in factors:
@@ -176,12 +174,10 @@ def shaped_as_parameters(model: nn.Module, field: str) -> dict[str, Tensor]:
     found, params = fields(model, field), dict(model.named_parameters())
     for name, value in found.items():
         if not isinstance(value, Tensor) or value.shape != params[name].shape:
-            raise ValueError(
-                explain(
-                    f"The field '{field}' of '{name}' has not the shape {list(params[name].shape)} of the parameter.",
-                    "a strip has a colour for each entry of a parameter.",
-                    "use a field such as 'diag_ggn_exact', 'variance' or 'diag_h'.",
-                )
+            raise value_error(
+                f"The field '{field}' of '{name}' has not the shape {list(params[name].shape)} of the parameter.",
+                "a strip has a colour for each entry of a parameter.",
+                "use a field such as 'diag_ggn_exact', 'variance' or 'diag_h'.",
             )
     return found
 

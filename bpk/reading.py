@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, overload
 from torch import Tensor
 
 from bpk.extensions.registry import every_extension
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, type_error
 from bpk.jacobians.core.tabular import Table, Tabular
 from bpk.utils.ekfac import Eigenbasis
 
@@ -133,12 +133,10 @@ def fields_of(param: Tensor) -> Fields:
         TypeError: If what is given is no tensor.
     """
     if not isinstance(param, Tensor):
-        raise TypeError(
-            explain(
-                f"fields_of(...) got a {type(param).__name__}.",
-                "fields are saved on parameters.",
-                "pass one: fields_of(model.weight), or {name: fields_of(p) for name, p in model.named_parameters()}.",
-            )
+        raise type_error(
+            f"fields_of(...) got a {type(param).__name__}.",
+            "fields are saved on parameters.",
+            "pass one: fields_of(model.weight), or {name: fields_of(p) for name, p in model.named_parameters()}.",
         )
     return Fields(param)
 

@@ -93,11 +93,9 @@ class Registry(Collected[Rule]):
     def keys_of(self, member: Rule) -> Iterable[Any]:
         if not isinstance(member, Rule):
             raise RuleError(
-                explain(
-                    f"{member!r} is not a rule.",
-                    "register() takes an instance of a family, such as Elementwise or Multilinear.",
-                    "write bpk.register(Elementwise('tanh(x)', MyTanh)).",
-                )
+                f"{member!r} is not a rule.",
+                "register() takes an instance of a family, such as Elementwise or Multilinear.",
+                "write bpk.register(Elementwise('tanh(x)', MyTanh)).",
             )
         return (*member.modules, *member.functions)
 

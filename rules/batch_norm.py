@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.engine import axes_without_batch
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.families.normalization import trained
 from bpk.jacobians.families.standardize import BatchStatistics, FixedStatistics, Standardized
@@ -67,7 +67,7 @@ class InstanceNormRule(WithRunningStatistics):
     def shared_axes(self, call: Call) -> tuple[int, ...]:
         if reason := self.obstacle(call):
             what = f"{self.name} has no individual gradients."
-            raise UnsupportedLayer(explain(what, reason + ".", "add one: x.unsqueeze(0)."))
+            raise UnsupportedLayer(what, reason + ".", "add one: x.unsqueeze(0).")
         return super().shared_axes(call)
 
     def input_statistics(self, call: Call) -> Standardized:

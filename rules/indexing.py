@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, reading, require_constant
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.indices import puts_lists_in_front
@@ -35,12 +35,10 @@ def keeps_batch(slice_info: Any) -> bool:
 def slicing(x: Tensor, /, slice_info: Any) -> Tensor:
     """Index behind the batch axis, `out = x[slice_info]`, such as `(slice(None), slice(2, 5))` for `x[:, 2:5]`."""
     if not keeps_batch(slice_info):
-        raise ValueError(
-            explain(
-                f"Slicing({slice_info!r}) does not leave the batch axis whole.",
-                "axis 0 holds the samples, and every result needs all of them.",
-                "let the first entry be slice(None), such as Slicing((slice(None), 0)) for x[:, 0].",
-            )
+        raise value_error(
+            f"Slicing({slice_info!r}) does not leave the batch axis whole.",
+            "axis 0 holds the samples, and every result needs all of them.",
+            "let the first entry be slice(None), such as Slicing((slice(None), 0)) for x[:, 0].",
         )
     return x[slice_info]
 

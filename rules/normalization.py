@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, once
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.numeric import is_differentiated, wide, wide_type
 from bpk.jacobians.families.autodiff import Autodiff
@@ -43,7 +43,7 @@ class PerFeature(Normalization):
 
     def shared_axes(self, call: Call) -> tuple[int, ...]:
         if reason := self.mixing(call):
-            raise UnsupportedLayer(explain(f"{self.name} has no individual gradients.", reason, "add a batch axis."))
+            raise UnsupportedLayer(f"{self.name} has no individual gradients.", reason, "add a batch axis.")
         return tuple(range(1, call.inputs[0].dim() - len(call.options.normalized_shape)))
 
     def individual(self, call: Call, column: Tensor, param: str) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, behind_batch, one_by_one, reading, require_constant
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.families.linear_map import LinearMap
@@ -24,12 +24,10 @@ def permute(x: Tensor, /, *dims: int, init_transpose: bool = False) -> Tensor:
     """Change the order of axes, `out = x.permute(dims)`, or swap two, `out = x.transpose(*dims)` (`init_transpose`)."""
     order = permutation(x.dim(), dims, init_transpose)
     if order and order[0] != 0:
-        raise ValueError(
-            explain(
-                f"Permute{dims} moves the batch axis of an input with {x.dim()} axes.",
-                "axis 0 holds the samples, and every result needs to know where they are.",
-                "keep axis 0 in front, such as Permute(0, 2, 1), or call x.permute(...) in a forward of your own.",
-            )
+        raise value_error(
+            f"Permute{dims} moves the batch axis of an input with {x.dim()} axes.",
+            "axis 0 holds the samples, and every result needs to know where they are.",
+            "keep axis 0 in front, such as Permute(0, 2, 1), or call x.permute(...) in a forward of your own.",
         )
     return x.permute(order)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.linear_map import LinearMap, Selection
@@ -62,11 +62,9 @@ def drawn_maxima(call: Call) -> Tensor:
     """Where each output entry comes from, `[N, *out]`: its own column of the transposed Jacobian shows the place."""
     if call.pull is None:
         raise UnsupportedLayer(
-            explain(
-                "Where a fractional max pooling found its maxima is not known.",
-                "its windows are drawn at random, and were not recorded during the backward pass.",
-                "compute the quantity during backward().",
-            )
+            "Where a fractional max pooling found its maxima is not known.",
+            "its windows are drawn at random, and were not recorded during the backward pass.",
+            "compute the quantity during backward().",
         )
     out, spatial = call.output, call.options.kernel_size
     found = torch.zeros_like(out, dtype=torch.long).flatten(-len(spatial))

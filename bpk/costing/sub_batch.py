@@ -19,7 +19,7 @@ from bpk.context import backpack, disable
 from bpk.costing.allocated import allocated
 from bpk.extending import attach, check_module
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, value_error
 from bpk.jacobians.losses.loss import Loss
 from bpk.recording.context.opened import Pass
 from bpk.recording.membership import parts_of
@@ -150,12 +150,10 @@ class SubBatches:
         try:
             self.passing(self.problem, disable())()
         except Exception as error:  # whatever the user's model or loss raises
-            raise ValueError(
-                explain(
-                    f"bpk.cost(...): a forward and backward pass of the batch fails: {str(error).rstrip('.')}.",
-                    "time and memory are those of loss(model(inputs), targets).backward(), on copies.",
-                    "pass what this runs with: a loss that is a scalar, its targets, and parameters that are trained.",
-                )
+            raise value_error(
+                f"bpk.cost(...): a forward and backward pass of the batch fails: {str(error).rstrip('.')}.",
+                "time and memory are those of loss(model(inputs), targets).backward(), on copies.",
+                "pass what this runs with: a loss that is a scalar, its targets, and parameters that are trained.",
             ) from error
 
     def timed(self, works: Sequence[Callable[[], None]]) -> list[float]:

@@ -31,7 +31,7 @@ from bpk.dataset.watched import Watched
 from bpk.distributed.share import with_new_workers
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows
-from bpk.jacobians.core.errors import counted, explain
+from bpk.jacobians.core.errors import counted, explain, type_error, value_error
 
 
 @torch.inference_mode(False)  # losses have no graph in that mode
@@ -152,13 +152,11 @@ def sink_for(rules: dict[str, Rows], per_sample: bool | str | os.PathLike[str], 
     if callback is not None:
         return Handed(rules, callback)
     if rules and not per_sample:
-        raise ValueError(
-            explain(
-                f"It is not said where to put {', '.join(rules)}.",
-                "they have a row for each sample of the data set, which may be more than fits into memory.",
-                "pass per_sample=folder for memory-mapped arrays, callback=function(batch_index, fields), or "
-                "per_sample=True to keep all rows in memory.",
-            )
+        raise value_error(
+            f"It is not said where to put {', '.join(rules)}.",
+            "they have a row for each sample of the data set, which may be more than fits into memory.",
+            "pass per_sample=folder for memory-mapped arrays, callback=function(batch_index, fields), or "
+            "per_sample=True to keep all rows in memory.",
         )
     return InMemory(rules) if isinstance(per_sample, bool) else OnDisk(rules, Path(per_sample))
 
@@ -167,12 +165,10 @@ def check(model: object, loss_fn: object, divisor: DivisorOf | str | None, resul
     """Refuse arguments that mean nothing."""
     for name, module in {"model": model, "loss_fn": loss_fn}.items():
         if not isinstance(module, nn.Module):
-            raise TypeError(
-                explain(
-                    f"{name} is no module, but {type(module).__name__}.",
-                    "its calls are written down by hooks, which modules have.",
-                    "pass a torch.nn.Module, such as torch.nn.CrossEntropyLoss() in the place of its function.",
-                )
+            raise type_error(
+                f"{name} is no module, but {type(module).__name__}.",
+                "its calls are written down by hooks, which modules have.",
+                "pass a torch.nn.Module, such as torch.nn.CrossEntropyLoss() in the place of its function.",
             )
     if not (divisor is None or divisor == "sum" or callable(divisor)):
         raise ValueError(f'divisor={divisor!r} is neither a function of a batch nor "sum".')

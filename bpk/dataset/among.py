@@ -23,7 +23,7 @@ from bpk.distributed.rows import rows_of_all
 from bpk.distributed.share import Share
 from bpk.distributed.statistics import over_processes, together
 from bpk.extensions.over_batches import Size
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 OF_LOADER = ("the number of batches", "the length of the data set", "batch_size")
 """What may differ between processes whose loaders give each its own part."""
@@ -58,12 +58,10 @@ def own_folder(
     if processes is None or isinstance(per_sample, bool):
         return per_sample
     if result != "owner":
-        raise ValueError(
-            explain(
-                f"per_sample={os.fspath(per_sample)!r} cannot give every rank all rows.",
-                "each rank writes those of its own batches, into a folder of its own.",
-                'pass result="owner", or per_sample=True to keep all rows in the memory of every rank.',
-            )
+        raise value_error(
+            f"per_sample={os.fspath(per_sample)!r} cannot give every rank all rows.",
+            "each rank writes those of its own batches, into a folder of its own.",
+            'pass result="owner", or per_sample=True to keep all rows in the memory of every rank.',
         )
     return Path(per_sample) / f"rank{processes.rank}-of-{processes.world}"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, type_error, value_error
 from bpk.jacobians.core.nested import held_by, is_instance, tensors_in
 
 StepOf = Callable[[nn.Module, nn.Module, Any], Tensor]
@@ -28,13 +28,11 @@ def loss_of_pair(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
 def require_pair(number: int, batch: Any) -> None:
     """Refuse a batch that is no pair, where nobody says what to make of it."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(
-            explain(
-                f"Batch {number} of the loader is {form_of(batch)}, and no pair (x, y).",
-                "accumulate(...) computes loss_fn(model(x), y) unless it is told what to compute.",
-                "pass step=lambda model, loss_fn, batch: loss_fn(model(batch['x']), batch['y']), or what your batch "
-                "needs; a single batch as [(x, y)].",
-            )
+        raise value_error(
+            f"Batch {number} of the loader is {form_of(batch)}, and no pair (x, y).",
+            "accumulate(...) computes loss_fn(model(x), y) unless it is told what to compute.",
+            "pass step=lambda model, loss_fn, batch: loss_fn(model(batch['x']), batch['y']), or what your batch "
+            "needs; a single batch as [(x, y)].",
         )
 
 
@@ -62,12 +60,10 @@ class Batches:
         except TypeError as error:
             if hasattr(type(loader), "__iter__"):
                 raise  # its own error
-            raise TypeError(
-                explain(
-                    f"accumulate(...) got {type(loader).__name__} as loader, which cannot be iterated over.",
-                    "it gives the batches.",
-                    "pass a DataLoader, or a list of batches; a single one as [(x, y)].",
-                )
+            raise type_error(
+                f"accumulate(...) got {type(loader).__name__} as loader, which cannot be iterated over.",
+                "it gives the batches.",
+                "pass a DataLoader, or a list of batches; a single one as [(x, y)].",
             ) from error
 
     def skipped(self, count: int) -> Iterator[Any]:
@@ -98,23 +94,19 @@ class Batches:
             note(error, self.number(self.count))
             raise
         if self.count == self.announced:
-            raise ValueError(
-                explain(
-                    f"The loader goes on with batch {self.number(self.count)}, where it should have ended.",
-                    f"it announces {self.announced} by its length: one of both is wrong, and samples may come twice "
-                    "(workers of an IterableDataset that do not share it).",
-                    "correct the length (or the workers), or pass (batch for batch in loader), which has none.",
-                )
+            raise value_error(
+                f"The loader goes on with batch {self.number(self.count)}, where it should have ended.",
+                f"it announces {self.announced} by its length: one of both is wrong, and samples may come twice "
+                "(workers of an IterableDataset that do not share it).",
+                "correct the length (or the workers), or pass (batch for batch in loader), which has none.",
             )
         here = form_of(batch)
         self.form = self.form or here
         if here != self.form:
-            raise ValueError(
-                explain(
-                    f"Batch {self.number(self.count)} of the loader is built differently from batch {self.number(0)}.",
-                    f"that one was {self.form}, and this one is {here}.",
-                    "let dataset and collate_fn give all batches the same structure and types.",
-                )
+            raise value_error(
+                f"Batch {self.number(self.count)} of the loader is built differently from batch {self.number(0)}.",
+                f"that one was {self.form}, and this one is {here}.",
+                "let dataset and collate_fn give all batches the same structure and types.",
             )
         self.count += 1
         return (batch,)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, value_error
 
 MAGIC = b"bpk checkpoint 1\n"
 HEAD = len(MAGIC) + hashlib.sha256().digest_size
@@ -102,11 +102,9 @@ def require_same(path: Path, before: Mapping[str, str], now: Mapping[str, str]) 
     if other:
         key = other[0]
         more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
-        raise ValueError(
-            explain(
-                f"The checkpoint '{path}' belongs to another run: {key} differs{more}.",
-                f"there it was {before.get(key, 'nothing')}, and here it is {now.get(key, 'nothing')}; sums of both "
-                "would be those of nothing.",
-                "pass the same model, loss, extensions and loader, or another checkpoint=.",
-            )
+        raise value_error(
+            f"The checkpoint '{path}' belongs to another run: {key} differs{more}.",
+            f"there it was {before.get(key, 'nothing')}, and here it is {now.get(key, 'nothing')}; sums of both "
+            "would be those of nothing.",
+            "pass the same model, loss, extensions and loader, or another checkpoint=.",
         )

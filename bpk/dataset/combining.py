@@ -8,7 +8,7 @@ from bpk.context import check_extension
 from bpk.distributed.fields import rule_of
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 
 def combinations(
@@ -25,7 +25,7 @@ def combinations(
                 "subsampling= chooses samples of a batch.",
                 "pass a loader of torch.utils.data.Subset(dataset, ...).",
             )
-            raise ValueError(explain(refused.format(extension), why, do))
+            raise value_error(refused.format(extension), why, do)
         do = "leave it out, and add up in a loop over the loader yourself."
         rule = rule_of(extension, batch_averages, refused, do)
         if isinstance(rule, Rows):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bpk.dataset.checkpoint import not_written
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.recording.context.surroundings import is_sharded
 from bpk.utils.ekfac import Eigenbasis
 
@@ -49,12 +49,10 @@ def noted(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(value, Tensor):  # an array in a file
         return {"file": str(value.filename), "shape": list(value.shape), "strides": list(value.strides)}
     if is_sharded(value):
-        raise ValueError(
-            explain(
-                f"'{key}' is in shards, and cannot be saved in one file.",
-                "each process has a part of it only.",
-                "call full_tensor() on all processes, or torch.distributed.checkpoint.save(result.fields).",
-            )
+        raise value_error(
+            f"'{key}' is in shards, and cannot be saved in one file.",
+            "each process has a part of it only.",
+            "call full_tensor() on all processes, or torch.distributed.checkpoint.save(result.fields).",
         )
     if value.is_sparse:
         value = value.coalesce()
@@ -74,12 +72,10 @@ def load(path: Path) -> dict[str, Any]:
             about: dict[str, Any] = json.loads((file.metadata() or {})[KEY])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no dictionary)
     except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(
-            explain(
-                f"'{path}' is no result of bpk.accumulate, or damaged.",
-                f"{type(error).__name__}: {error}.",
-                "pass a file that Accumulated.save(path) has written.",
-            )
+        raise value_error(
+            f"'{path}' is no result of bpk.accumulate, or damaged.",
+            f"{type(error).__name__}: {error}.",
+            "pass a file that Accumulated.save(path) has written.",
         ) from error
     fields = about["fields"]
     about["fields"] = {

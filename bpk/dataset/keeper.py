@@ -15,7 +15,7 @@ from bpk.dataset.rows import Sink
 from bpk.dataset.run import Runner
 from bpk.dataset.totals import Totals
 from bpk.dataset.watched import Seen
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, value_error
 
 
 class Keeper:
@@ -94,7 +94,7 @@ class Keeper:
         do = "let it give the same batches in the same order, or delete the file to begin anew."
         if rows != self.given[1]:
             what = f"its batches up to here had {rows} rows, and now they have {self.given[1]}."
-            raise ValueError(explain(f"The checkpoint '{self.path}' belongs to another run: {what}", why, do))
+            raise value_error(f"The checkpoint '{self.path}' belongs to another run: {what}", why, do)
         if first != self.given[0]:
             what = f"The first batch is another one than that of the run that wrote the checkpoint '{self.path}'."
             do += " Nothing is needed if only an augmentation differs, by random numbers of its own."

@@ -12,7 +12,7 @@ from torch import Tensor
 from bpk.dataset.checkpoint import not_written, replacing
 from bpk.dataset.rows import BETWEEN, Stored, owner
 from bpk.extensions.over_batches import Rows, Size
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 PIECE = 1 << 24
 """How many bytes are scaled at a time."""
@@ -39,12 +39,10 @@ class OnDisk(Stored):
         """Refuse a folder that holds another result; what a run without checkpoints left is overwritten."""
         old = next(self.folder.glob("*/*.npy"), None)
         if old is not None:
-            raise ValueError(
-                explain(
-                    f"The folder '{self.folder}' holds rows of an earlier run ('{old.relative_to(self.folder)}').",
-                    "they would be overwritten, or taken for those of this run.",
-                    "pass another folder as per_sample=, or delete this one.",
-                )
+            raise value_error(
+                f"The folder '{self.folder}' holds rows of an earlier run ('{old.relative_to(self.folder)}').",
+                "they would be overwritten, or taken for those of this run.",
+                "pass another folder as per_sample=, or delete this one.",
             )
         self.remove_others()
 
@@ -109,12 +107,10 @@ class OnDisk(Stored):
             if done and not path.exists() and self.path(key, "npy").exists():
                 continue
             if not path.exists() or path.stat().st_size < size:
-                raise ValueError(
-                    explain(
-                        f"The file '{path}' is shorter than the {self.count} rows that the checkpoint speaks of.",
-                        "it was cut off, or belongs to another run.",
-                        "delete the checkpoint and the folder to begin anew, or restore a copy.",
-                    )
+                raise value_error(
+                    f"The file '{path}' is shorter than the {self.count} rows that the checkpoint speaks of.",
+                    "it was cut off, or belongs to another run.",
+                    "delete the checkpoint and the folder to begin anew, or restore a copy.",
                 )
             os.truncate(path, size)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bpk.distributed.rows import other_rows
 from bpk.extensions.over_batches import Parts, Rows, Size
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 Found = Mapping[str, Mapping[str, Parts]]
 """Statistics by field and parameter, of which a sink takes the rows."""
@@ -41,12 +41,10 @@ def owner(name: str) -> tuple[str, str]:
 def require_dense(field: str, param: str, rows: Tensor) -> None:
     """Refuse rows that cannot be stored."""
     if rows.is_sparse:
-        raise ValueError(
-            explain(
-                f"'{field}' of '{param}' {list(rows.shape)} is sparse, and has no rows that can be stored.",
-                "the parameter has no input factor, and is too large for a block of each sample.",
-                "freeze it (requires_grad_(False)), or use BatchDiagGGNExact or BatchDiagGGNMC.",
-            )
+        raise value_error(
+            f"'{field}' of '{param}' {list(rows.shape)} is sparse, and has no rows that can be stored.",
+            "the parameter has no input factor, and is too large for a block of each sample.",
+            "freeze it (requires_grad_(False)), or use BatchDiagGGNExact or BatchDiagGGNMC.",
         )
 
 

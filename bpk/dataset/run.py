@@ -18,7 +18,7 @@ from bpk.dataset.totals import GRADIENT
 from bpk.dataset.watched import Seen, Watched
 from bpk.distributed.processes import Elsewhere
 from bpk.extensions.over_batches import Parts, Size
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, runtime_error, type_error, value_error
 from bpk.jacobians.core.nested import mapped, tensors_in
 from bpk.jacobians.core.numeric import tracked, wide
 
@@ -56,12 +56,10 @@ class Runner:
         self.step = loss_of_pair if step is None else step
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
-            raise ValueError(
-                explain(
-                    "No parameter of the model requires a gradient.",
-                    "fields belong to parameters, and are computed where the gradient is.",
-                    "call model.requires_grad_(), or requires_grad_() of those that are meant.",
-                )
+            raise value_error(
+                "No parameter of the model requires a gradient.",
+                "fields belong to parameters, and are computed where the gradient is.",
+                "call model.requires_grad_(), or requires_grad_() of those that are meant.",
             )
         self.device = None if device is None else torch.device(device)
         self.autocast, self.divisor = autocast, divisor
@@ -119,12 +117,10 @@ class Runner:
     def checked(self, number: int, loss: Any) -> float:
         """The loss as a number."""
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-            raise ValueError(
-                explain(
-                    f"What was computed for batch {number} is no loss: {described(loss)}.",
-                    "its backward pass is what gives the fields.",
-                    "let step(model, loss_fn, batch) return loss_fn(...), a scalar, outside of torch.inference_mode().",
-                )
+            raise value_error(
+                f"What was computed for batch {number} is no loss: {described(loss)}.",
+                "its backward pass is what gives the fields.",
+                "let step(model, loss_fn, batch) return loss_fn(...), a scalar, outside of torch.inference_mode().",
             )
         value = loss.item()
         if not cmath.isfinite(value):
@@ -134,12 +130,10 @@ class Runner:
     def check_losses(self, number: int, seen: Seen) -> None:
         """Refuse a batch without samples or losses, and losses whose batches cannot be weighted alike."""
         if not seen.divisors:
-            raise RuntimeError(
-                explain(
-                    f"The pass of batch {number} reached no extended loss.",
-                    "the loss says how many samples there are, and by what it divides.",
-                    "compute it with the loss_fn that step(model, loss_fn, batch) is given.",
-                )
+            raise runtime_error(
+                f"The pass of batch {number} reached no extended loss.",
+                "the loss says how many samples there are, and by what it divides.",
+                "compute it with the loss_fn that step(model, loss_fn, batch) is given.",
             )
         if seen.samples < 1 or 0 in seen.divisors:
             raise ValueError(not_finite(number, "no samples that count"))
@@ -150,23 +144,19 @@ class Runner:
         alike = [d is None for d in seen.divisors] == [d is None for d in first.divisors]
         ratios = {round(d / d0 / (share[0][0] / share[0][1]), 6) for d, d0 in share}
         if self.divisor is None and None in seen.divisors and any(seen.divisors):
-            raise ValueError(
-                explain(
-                    f"Some losses of batch {number} average, and others sum.",
-                    f"they divide by {seen.divisors} (None: a loss that sums). One large batch would weigh them in "
-                    "another way than its parts do.",
-                    "use losses that all average or all sum, or call accumulate(...) for each.",
-                )
+            raise value_error(
+                f"Some losses of batch {number} average, and others sum.",
+                f"they divide by {seen.divisors} (None: a loss that sums). One large batch would weigh them in "
+                "another way than its parts do.",
+                "use losses that all average or all sum, or call accumulate(...) for each.",
             )
         if not alike or len(ratios) > 1 or seen.factors != first.factors:
-            raise ValueError(
-                explain(
-                    f"The losses of batch {number} are not weighted against each other as those of batch 0.",
-                    f"they divide by {seen.divisors} and have the factors {seen.factors} in the objective; in batch 0 "
-                    f"these were {first.divisors} and {first.factors} (None: a loss that sums). One large batch would "
-                    "weigh them in another way.",
-                    "use one loss, with the same factor in every batch, or call accumulate(...) for each.",
-                )
+            raise value_error(
+                f"The losses of batch {number} are not weighted against each other as those of batch 0.",
+                f"they divide by {seen.divisors} and have the factors {seen.factors} in the objective; in batch 0 "
+                f"these were {first.divisors} and {first.factors} (None: a loss that sums). One large batch would "
+                "weigh them in another way.",
+                "use one loss, with the same factor in every batch, or call accumulate(...) for each.",
             )
 
     def given_divisor(self, number: int, batch: Any) -> float | None:
@@ -177,12 +167,10 @@ class Runner:
         try:
             divisor = float(found)
         except (TypeError, ValueError) as error:
-            raise TypeError(
-                explain(
-                    f"divisor(batch) returned {repr(found)} for batch {number}.",
-                    "it is the number by which the loss of the batch divides the sum of its terms.",
-                    "return a number: divisor=lambda batch: len(batch[0]).",
-                )
+            raise type_error(
+                f"divisor(batch) returned {repr(found)} for batch {number}.",
+                "it is the number by which the loss of the batch divides the sum of its terms.",
+                "return a number: divisor=lambda batch: len(batch[0]).",
             ) from error
         if not 0 < divisor < float("inf"):
             raise ValueError(not_finite(number, f"a divisor of {divisor}"))

@@ -19,7 +19,7 @@ from bpk.distributed.sharded import Sharded
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.over_batches import Parts, Sums
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.recording.context.surroundings import is_managed, is_sharded
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def in_shards(model: nn.Module) -> bool:
         why = f"its parameters are on {other}, and the data are dealt out to all {world} ranks."
         do = "shard it over a mesh of all ranks, and of nothing else (tensor parallelism is not supported)."
     if why:
-        raise ValueError(explain("bpk.accumulate(...) cannot add up with this model, sharded by fully_shard.", why, do))
+        raise value_error("bpk.accumulate(...) cannot add up with this model, sharded by fully_shard.", why, do)
     return bool(managed)
 
 

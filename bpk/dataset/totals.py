@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bpk.extensions.over_batches import OverBatches, Parts, Size, Sums
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.numeric import is_finite
 
 GRADIENT = "grad"
@@ -73,12 +73,10 @@ class Totals:
                 for x in parts.values():
                     x = x.coalesce().values() if x.is_sparse else x
                     if not is_finite(x):
-                        raise ValueError(
-                            explain(
-                                f"'{field}' of parameter '{name}' is not finite after {self.batches} batches.",
-                                "losses and gradients of all of them were: numbers have overflown on the way.",
-                                "compute in float32 or float64 (autocast=None), or without this extension.",
-                            )
+                        raise value_error(
+                            f"'{field}' of parameter '{name}' is not finite after {self.batches} batches.",
+                            "losses and gradients of all of them were: numbers have overflown on the way.",
+                            "compute in float32 or float64 (autocast=None), or without this extension.",
                         )
 
     def state(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from bpk.context import backpack
 from bpk.distributed.sharded import Sharded
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import Size
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.support import require_axis
 from bpk.plan.survey import mixes
@@ -78,12 +78,10 @@ class WatchedBackward(Backward):
         touched = next(iter(inspection.outside.calls), None)
         if self.context.asks and touched is not None and inspection.outside.losses:
             raise UnsupportedLayer(
-                explain(
-                    f"A part of the objective reaches '{touched.path}' ({type(touched.module).__name__}) without "
-                    "passing an extended loss.",
-                    "it does not tell by what it divides, and so not how batches are weighted.",
-                    "extend every loss (bpk.extend), call accumulate(...) for each, or say divisor=.",
-                )
+                f"A part of the objective reaches '{touched.path}' ({type(touched.module).__name__}) without "
+                "passing an extended loss.",
+                "it does not tell by what it divides, and so not how batches are weighted.",
+                "extend every loss (bpk.extend), call accumulate(...) for each, or say divisor=.",
             )
         for loss, above in inspection.above.items():
             if loss in before:  # it may be let go by now
@@ -115,12 +113,10 @@ class WatchedBackward(Backward):
 def not_one_number(loss: Record) -> UnsupportedLayer:
     """The refusal of a loss with `reduction="none"`, of which a step makes one number."""
     return UnsupportedLayer(
-        explain(
-            f"The loss '{loss.path}' ({type(loss.module).__name__}) returned shape {list(loss.output.shape)}.",
-            "what is made of these numbers does not tell by what it divides, and so not how batches are weighted.",
-            "use reduction='mean' or reduction='sum', or say divisor=lambda batch: len(batch[0]) where it is a mean "
-            'over samples, divisor="sum" where it is a sum.',
-        )
+        f"The loss '{loss.path}' ({type(loss.module).__name__}) returned shape {list(loss.output.shape)}.",
+        "what is made of these numbers does not tell by what it divides, and so not how batches are weighted.",
+        "use reduction='mean' or reduction='sum', or say divisor=lambda batch: len(batch[0]) where it is a mean "
+        'over samples, divisor="sum" where it is a sum.',
     )
 
 
@@ -128,9 +124,7 @@ def mixed(modules: list[nn.Module]) -> UnsupportedLayer:
     """The refusal where what a sample adds depends on who else is in its batch."""
     where = f"'{path_of(modules[0])}' ({type(modules[0]).__name__})" if modules else "A function of the model"
     return UnsupportedLayer(
-        explain(
-            f"{where} mixes the samples of a batch, so that batches do not add up to a data set.",
-            "what a sample contributes depends on the others in its batch: one large batch would give something else.",
-            "call model.eval(), or replace the layer, such as BatchNorm by GroupNorm.",
-        )
+        f"{where} mixes the samples of a batch, so that batches do not add up to a data set.",
+        "what a sample contributes depends on the others in its batch: one large batch would give something else.",
+        "call model.eval(), or replace the layer, such as BatchNorm by GroupNorm.",
     )

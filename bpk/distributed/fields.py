@@ -15,7 +15,7 @@ from bpk.distributed.statistics import Statistics, asked_alike, objects, over_pr
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows, Size
 from bpk.fields.local import Local, Noted, known_of, put
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error, value_error
 
 
 def all_reduce(
@@ -108,12 +108,10 @@ def gather(
     for extension in extensions:
         rule = rule_of(extension, False)
         if not isinstance(rule, Rows):
-            raise ValueError(
-                explain(
-                    f"{extension} has no rows of samples that could be gathered.",
-                    "its fields are sums over the batch.",
-                    "call bpk.distributed.all_reduce(model, ...) for it.",
-                )
+            raise value_error(
+                f"{extension} has no rows of samples that could be gathered.",
+                "its fields are sums over the batch.",
+                "call bpk.distributed.all_reduce(model, ...) for it.",
             )
         rules[extension.savefield] = rule
     require_divisor(divisor)
@@ -147,12 +145,10 @@ def rule_of(
 ) -> OverBatches:
     """How an extension's fields add up over batches; what is `refused` does not."""
     if not isinstance(extension, BackpropExtension):
-        raise ValueError(
-            explain(
-                f"{extension!r} is no extension.",
-                "fields are those of the extensions of a backward pass.",
-                "pass what backpack(...) was given: instances, such as KFAC().",
-            )
+        raise value_error(
+            f"{extension!r} is no extension.",
+            "fields are those of the extensions of a backward pass.",
+            "pass what backpack(...) was given: instances, such as KFAC().",
         )
     rule, reason = extension.over_batches, ""
     if extension.has_module_extensions:
@@ -163,19 +159,17 @@ def rule_of(
     elif rule.approximates and not batch_averages:
         reason, do = rule.approximates, "use KFLR or KFAC, or batch_averages=True for the batches' weighted mean."
     if reason or not isinstance(rule, OverBatches):
-        raise ValueError(explain(refused.format(extension), f"{reason.rstrip('.')}.", do))
+        raise value_error(refused.format(extension), f"{reason.rstrip('.')}.", do)
     return rule
 
 
 def require_divisor(divisor: float | str | None) -> None:
     """Refuse words other than the one that is known: ranks have the same. Numbers are theirs, and told to all."""
     if isinstance(divisor, str) and divisor != "sum":
-        raise ValueError(
-            explain(
-                f"divisor={divisor!r} is nothing that a loss divides by.",
-                "local losses have the weight of what they divide by in the global one.",
-                'pass a positive number (that of this rank), or "sum" for a loss that sums.',
-            )
+        raise value_error(
+            f"divisor={divisor!r} is nothing that a loss divides by.",
+            "local losses have the weight of what they divide by in the global one.",
+            'pass a positive number (that of this rank), or "sum" for a loss that sums.',
         )
 
 
@@ -186,12 +180,10 @@ def local_of(model: nn.Module, rules: Any, gathers: bool = False) -> dict[str, d
         for field in [field for field in rules if field in vars(param)]:
             known = known_of(param, field)
             if known is None or (known.done and not gathers):
-                raise RuntimeError(
-                    explain(
-                        f"'{field}' of '{name}' is not that of a local batch.",
-                        "it was put together before, or computed by no backward pass since init_process_group(...).",
-                        "call all_reduce or gather once after each backward pass, before anything else changes fields.",
-                    )
+                raise runtime_error(
+                    f"'{field}' of '{name}' is not that of a local batch.",
+                    "it was put together before, or computed by no backward pass since init_process_group(...).",
+                    "call all_reduce or gather once after each backward pass, before anything else changes fields.",
                 )
             found.setdefault(field, {})[name] = known
     return found
@@ -201,12 +193,10 @@ def noted_of(local: dict[str, dict[str, Local]]) -> Noted | None:
     """What the pass has noted that the fields are of."""
     noted = {id(known.noted): known.noted for by_name in local.values() for known in by_name.values()}
     if len(noted) > 1:
-        raise RuntimeError(
-            explain(
-                "The fields are those of several backward passes.",
-                "each pass has a batch of its own size.",
-                "call it after each backward pass, or once for the extensions of each.",
-            )
+        raise runtime_error(
+            "The fields are those of several backward passes.",
+            "each pass has a batch of its own size.",
+            "call it after each backward pass, or once for the extensions of each.",
         )
     return next(iter(noted.values()), None)
 
@@ -229,22 +219,18 @@ def sizes_of(
         raise ValueError(problem)
     empty = [rank for rank, one in enumerate(told) if one is not None and 0 in one[1]]
     if empty:
-        raise ValueError(
-            explain(
-                f"No target counts on rank {', '.join(map(str, empty))}.",
-                "the local loss is a mean over none of them (ignore_index, zero weights): its fields are no numbers.",
-                "leave such batches out on all ranks, or use reduction='sum'.",
-            )
+        raise value_error(
+            f"No target counts on rank {', '.join(map(str, empty))}.",
+            "the local loss is a mean over none of them (ignore_index, zero weights): its fields are no numbers.",
+            "leave such batches out on all ranks, or use reduction='sum'.",
         )
     shares = {tuple(None if d is None else round(d / (ds[0] or 1), 6) for d in ds) for _, ds, _ in known}
     if len(shares) != 1 or not known[0][1]:
-        raise RuntimeError(
-            explain(
-                "There are no fields that could be put together over processes."
-                if not known
-                else "The losses of the ranks are not weighted alike against each other.",
-                "one large batch would have one loss, or weigh several alike.",
-                "run loss.backward() within bpk.backpack(...) on all ranks, with the same extended losses.",
-            )
+        raise runtime_error(
+            "There are no fields that could be put together over processes."
+            if not known
+            else "The losses of the ranks are not weighted alike against each other.",
+            "one large batch would have one loss, or weigh several alike.",
+            "run loss.backward() within bpk.backpack(...) on all ranks, with the same extended losses.",
         )
     return [None if one is None else Size(one[0], one[1][0]) for one in told]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bpk.distributed.statistics import objects
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, runtime_error
 
 
 def are_there() -> bool:
@@ -122,14 +122,12 @@ class Processes:
         for rank, known in enumerate(others, 1):
             for key in dict.fromkeys((*first, *known)):
                 if first.get(key) != known.get(key):
-                    raise RuntimeError(
-                        explain(
-                            f"Rank {rank} runs something else than rank 0: {key} differs.",
-                            f"on rank 0 it is {first.get(key, 'nothing')}, on rank {rank} {known.get(key, 'nothing')}; "
-                            "what they compute does not add up to anything.",
-                            "give all ranks the same model (the same seed, or one state_dict), loss, extensions and "
-                            "loader.",
-                        )
+                    raise runtime_error(
+                        f"Rank {rank} runs something else than rank 0: {key} differs.",
+                        f"on rank 0 it is {first.get(key, 'nothing')}, on rank {rank} {known.get(key, 'nothing')}; "
+                        "what they compute does not add up to anything.",
+                        "give all ranks the same model (the same seed, or one state_dict), loss, extensions and "
+                        "loader.",
                     )
 
     def close(self) -> None:

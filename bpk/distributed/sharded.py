@@ -18,7 +18,7 @@ from bpk.distributed.statistics import Statistics, objects, over_processes, toge
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import Rows, Size
 from bpk.fields.local import SLOT, Local
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error
 from bpk.recording.context.surroundings import is_managed, is_sharded, may_shard
 from bpk.recording.membership import around
 from bpk.recording.record import LIVE
@@ -49,12 +49,10 @@ class Sharded:
         for number, (module, name, whole) in enumerate(self.whole):
             shard = module._parameters[name]
             if shard is whole:
-                raise RuntimeError(
-                    explain(
-                        f"Parameter '{name}' of {type(module).__name__} is still whole after the backward pass.",
-                        "fields belong to shards, which are back when FSDP2 reshards: it was told not to.",
-                        "leave out set_reshard_after_backward(False).",
-                    )
+                raise runtime_error(
+                    f"Parameter '{name}' of {type(module).__name__} is still whole after the backward pass.",
+                    "fields belong to shards, which are back when FSDP2 reshards: it was told not to.",
+                    "leave out set_reshard_after_backward(False).",
                 )
             known.setdefault(f"{number:06}", (shard, whole))
         return known

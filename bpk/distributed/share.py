@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from bpk.distributed.processes import Processes
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 OPTIONS = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
            "prefetch_factor", "pin_memory_device", "in_order")  # fmt: skip
@@ -107,12 +107,10 @@ def require_no_repetition(sampler: DistributedSampler[Any], processes: Processes
     elif sampler.total_size > size:
         why = f"it repeats {sampler.total_size - size} of {size} samples, so that all ranks have equally many"
     if why:
-        raise ValueError(
-            explain(
-                "The loader's DistributedSampler does not give each sample to one rank.",
-                f"{why}: samples would be missing, or counted twice.",
-                "pass the loader without it: accumulate(...) deals out batches itself, and shares may be unequal.",
-            )
+        raise value_error(
+            "The loader's DistributedSampler does not give each sample to one rank.",
+            f"{why}: samples would be missing, or counted twice.",
+            "pass the loader without it: accumulate(...) deals out batches itself, and shares may be unequal.",
         )
 
 
@@ -130,13 +128,11 @@ def require_equal(told: list[object], what: str) -> None:
     said = [rank for rank, known in enumerate(told) if known is not None]
     other = next((rank for rank in said if told[rank] != told[said[0]]), None)
     if other is not None:
-        raise ValueError(
-            explain(
-                f"Rank {other} cannot share batches with rank {said[0]}: its {what}.",
-                "every so many-th batch is taken of what all ranks see: samples would be missing, or counted twice.",
-                "let the loader draw alike on all ranks (without replacement, or from one seed); if it gives each rank "
-                "its own part already, pass split=False.",
-            )
+        raise value_error(
+            f"Rank {other} cannot share batches with rank {said[0]}: its {what}.",
+            "every so many-th batch is taken of what all ranks see: samples would be missing, or counted twice.",
+            "let the loader draw alike on all ranks (without replacement, or from one seed); if it gives each rank "
+            "its own part already, pass split=False.",
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from bpk.distributed.sums import Addend, add_up
 from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.fields.eigenbasis import Orders
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error
 from bpk.utils.sparse_factors import sparse_diagonal
 
 Key = TypeVar("Key", str, tuple[str, int])
@@ -50,13 +50,11 @@ def asked_alike(told: Sequence[tuple[list[str], Any]]) -> list[Any]:
     first = told[0][0]
     for rank, (fields, _) in enumerate(told):
         if fields != first:
-            raise RuntimeError(
-                explain(
-                    f"Rank {rank} asks for the fields {', '.join(fields) or 'none'}, and rank 0 for "
-                    f"{', '.join(first) or 'none'}.",
-                    "fields are put together of those of all ranks.",
-                    "give all ranks the same extensions.",
-                )
+            raise runtime_error(
+                f"Rank {rank} asks for the fields {', '.join(fields) or 'none'}, and rank 0 for "
+                f"{', '.join(first) or 'none'}.",
+                "fields are put together of those of all ranks.",
+                "give all ranks the same extensions.",
             )
     return [said for _, said in told]
 
@@ -94,13 +92,11 @@ def common_forms(mine: Statistics, group: dist.ProcessGroup | None) -> dict[Plac
         for place, form in known.items():
             before = forms.setdefault(place, form)
             if before != form:
-                raise RuntimeError(
-                    explain(
-                        f"'{place[0]}' of '{place[1]}' is {list(form.shape)} in {form.dtype} on rank {rank}, and "
-                        f"{list(before.shape)} in {before.dtype} on a rank before it.",
-                        "what differs in form cannot be added up.",
-                        "give all ranks the same model and extensions, and inputs of the same kind.",
-                    )
+                raise runtime_error(
+                    f"'{place[0]}' of '{place[1]}' is {list(form.shape)} in {form.dtype} on rank {rank}, and "
+                    f"{list(before.shape)} in {before.dtype} on a rank before it.",
+                    "what differs in form cannot be added up.",
+                    "give all ranks the same model and extensions, and inputs of the same kind.",
                 )
     return dict(sorted(forms.items(), key=lambda known: known[0][:2]))
 

@@ -16,7 +16,7 @@ from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.module_extension import ModuleExtension
 from bpk.extensions.options import checked_indices, positive, require_options
 from bpk.extensions.over_batches import OverBatches, Parts, Size
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
 from bpk.plan.quantity import FAIL_SILENT as FAIL_SILENT
 from bpk.plan.quantity import FAIL_WARN as FAIL_WARN
@@ -107,12 +107,10 @@ class BackpropExtension:
         if not isinstance(savefield, str):
             raise TypeError(f"savefield must be the name of an attribute of parameters, got {repr(savefield)}.")
         if not savefield:
-            raise ValueError(
-                explain(
-                    f"{type(self).__name__} has no field.",
-                    "its values are saved on parameters under that name.",
-                    'declare field = "..." in the class.',
-                )
+            raise value_error(
+                f"{type(self).__name__} has no field.",
+                "its values are saved on parameters under that name.",
+                'declare field = "..." in the class.',
             )
         self.savefield = savefield
         self.fail_mode = fail_mode
@@ -142,20 +140,16 @@ class BackpropExtension:
             ValueError: If the class already has one and `overwrite` is false.
         """
         if not isinstance(extension, ModuleExtension):
-            raise ValueError(
-                explain(
-                    f"{type(self).__name__} got {extension!r} for {module_cls.__name__}, which is no module extension.",
-                    "it is called with the layer, and must have a method for each of its parameters.",
-                    "pass an instance of a subclass of ModuleExtension (first order: FirstOrderModuleExtension).",
-                )
+            raise value_error(
+                f"{type(self).__name__} got {extension!r} for {module_cls.__name__}, which is no module extension.",
+                "it is called with the layer, and must have a method for each of its parameters.",
+                "pass an instance of a subclass of ModuleExtension (first order: FirstOrderModuleExtension).",
             )
         if module_cls in self._module_exts and not overwrite:
-            raise ValueError(
-                explain(
-                    f"{type(self).__name__} already has a module extension for {module_cls.__name__}.",
-                    "the second one would silently replace the first.",
-                    "pass overwrite=True to replace it.",
-                )
+            raise value_error(
+                f"{type(self).__name__} already has a module extension for {module_cls.__name__}.",
+                "the second one would silently replace the first.",
+                "pass overwrite=True to replace it.",
             )
         self._module_exts[module_cls] = extension
 
@@ -205,12 +199,10 @@ class BackpropExtension:
             parts = rule.unscaled(found if isinstance(found, dict) else {"": found}, scale)
             return rule.whole(rule.scaled(parts, size), size), parts
         if self.power is None:
-            raise ValueError(
-                explain(
-                    f"{self} does not say how it scales with the loss.",
-                    "backpack(..., grad_scaler=) gives fields of the loss before a GradScaler has scaled it.",
-                    "declare power= (2 for squared gradients) or over_batches= in its class.",
-                )
+            raise value_error(
+                f"{self} does not say how it scales with the loss.",
+                "backpack(..., grad_scaler=) gives fields of the loss before a GradScaler has scaled it.",
+                "declare power= (2 for squared gradients) or over_batches= in its class.",
             )
         return self.value(uses) / scale**self.power, {}
 

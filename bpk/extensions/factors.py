@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.extensions.over_batches import Parts, Rows, Size, Sums
 from bpk.fields.nearest_kronecker import product_of
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 INPUT = "A"
 NAMES = (("G", INPUT), (f"{INPUT} transposed", "G transposed"))
@@ -27,13 +27,11 @@ def require_form(param: str, before: Iterable[Tensor], now: Iterable[Tensor]) ->
     known, found = ([x.shape for x in factors] for factors in (before, now))
     if known != found:
         shapes, earlier = list(map(list, found)), list(map(list, known))
-        raise ValueError(
-            explain(
-                f"The factors of parameter {param} have the shapes {shapes} in this batch, and had {earlier} before.",
-                "the layer sees samples in another way: in a batch of one, the rows of an embedding of positions are "
-                "all that sample's; otherwise samples share them, and the only factor is the parameter's whole block.",
-                "give each batch two samples or more (drop_last=True of a DataLoader), or freeze the parameter.",
-            )
+        raise value_error(
+            f"The factors of parameter {param} have the shapes {shapes} in this batch, and had {earlier} before.",
+            "the layer sees samples in another way: in a batch of one, the rows of an embedding of positions are "
+            "all that sample's; otherwise samples share them, and the only factor is the parameter's whole block.",
+            "give each batch two samples or more (drop_last=True of a DataLoader), or freeze the parameter.",
         )
 
 

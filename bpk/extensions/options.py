@@ -10,7 +10,7 @@ from reprlib import repr
 
 from torch import Tensor
 
-from bpk.jacobians.core.errors import counted, explain
+from bpk.jacobians.core.errors import counted, type_error, value_error
 
 
 def require_options(extension: type, options: Iterable[str]) -> None:
@@ -21,12 +21,10 @@ def require_options(extension: type, options: Iterable[str]) -> None:
     for name in options:
         if name not in known:
             close = get_close_matches(name, known, n=1)
-            raise TypeError(
-                explain(
-                    f"{extension.__name__} has no option '{name}'.",
-                    f"it takes {', '.join(known)}.",
-                    f"did you mean '{close[0]}'?" if close else f"see help({extension.__name__}).",
-                )
+            raise type_error(
+                f"{extension.__name__} has no option '{name}'.",
+                f"it takes {', '.join(known)}.",
+                f"did you mean '{close[0]}'?" if close else f"see help({extension.__name__}).",
             )
 
 
@@ -38,12 +36,10 @@ def checked_indices(subsampling: Sequence[int] | None, option: str = "subsamplin
     indices = tuple(given) if isinstance(given, Iterable) else (given,)
     whole = all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in indices)
     if not isinstance(given, Iterable) or not whole:
-        raise ValueError(
-            explain(
-                f"{option}={subsampling!r} is not a list of sample indices.",
-                "each index names one sample of the batch, from 0 to N - 1.",
-                f"pass for example {option}=[0, 2, 5].",
-            )
+        raise value_error(
+            f"{option}={subsampling!r} is not a list of sample indices.",
+            "each index names one sample of the batch, from 0 to N - 1.",
+            f"pass for example {option}=[0, 2, 5].",
         )
     return tuple(int(i) for i in indices)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core import collected
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, value_error
 
 FOLDERS = ("firstorder", "secondorder", "curvmatprod")
 """Where files of quantities are, in the order in which these are listed."""
@@ -35,12 +35,10 @@ class Quantities(collected.Collected[Quantity]):
 
     def keys_of(self, member: Quantity) -> Iterable[str]:
         if not isinstance(member, type) or not issubclass(member, BackpropExtension):
-            raise ValueError(
-                explain(
-                    f"{member!r} is not a class of extensions.",
-                    "EXTENSIONS holds classes, so that each user gets an instance.",
-                    "write EXTENSIONS = (MyExtension,).",
-                )
+            raise value_error(
+                f"{member!r} is not a class of extensions.",
+                "EXTENSIONS holds classes, so that each user gets an instance.",
+                "write EXTENSIONS = (MyExtension,).",
             )
         return member.__name__, f"p.{made(member).savefield}"
 
@@ -57,12 +55,10 @@ def made(extension: Any) -> BackpropExtension:
     try:
         instance: BackpropExtension = extension()
     except Exception as error:  # whatever a constructor raises
-        raise ValueError(
-            explain(
-                f"{full_name(extension)} cannot be made without arguments: {error}",
-                "tables, pages and tests show the quantity as it is by default.",
-                "give every argument a default value.",
-            )
+        raise value_error(
+            f"{full_name(extension)} cannot be made without arguments: {error}",
+            "tables, pages and tests show the quantity as it is by default.",
+            "give every argument a default value.",
         ) from error
     return instance
 

@@ -169,7 +169,7 @@ def require_unchanged(what: str, moving: Sequence[Carrier], versions: Sequence[i
     """Refuse where the values of carriers were changed in place by what does not say so."""
     if versions != versions_of(moving):
         why = "it changes its input in place, which its coefficients were to be computed from."
-        raise UnsupportedLayer(explain(f"Taylor coefficients cannot pass {what}.", why, "write it out of place."))
+        raise UnsupportedLayer(f"Taylor coefficients cannot pass {what}.", why, "write it out of place.")
 
 
 def versions_of(moving: Sequence[Carrier]) -> list[int]:

@@ -13,7 +13,7 @@ from bpk.forward.given import require, whole
 from bpk.forward.independence import agree, columns_of_samples
 from bpk.forward.modules import rules_answer
 from bpk.forward.rules import refusal
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer, value_error
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.series import Collapse, Series
@@ -138,9 +138,7 @@ def propagate(
                 raise propagation.refusal
     if not isinstance(result, Tensor):
         what = f"{type(model).__name__} returned {type(result).__name__}, not a tensor."
-        raise UnsupportedLayer(
-            explain(what, "derivatives are those of one tensor.", "wrap it in a module that returns one.")
-        )
+        raise UnsupportedLayer(what, "derivatives are those of one tensor.", "wrap it in a module that returns one.")
     if not isinstance(result, Carrier) or is_constant(result.series):
         return Series(values(result), (None,) * len(terms), collapse)
     found = result.series
@@ -195,12 +193,10 @@ def spread(directions: Tensor, x: Tensor) -> Tensor:
     if directions.shape[1:] == x.shape:
         return directions.to(x.dtype)
     if directions.shape[1:] != x.shape[1:] or not directions.dim():
-        raise ValueError(
-            explain(
-                f"directions have the shape {list(directions.shape)}, and x {list(x.shape)}.",
-                "each direction is one of the input.",
-                f"pass [V, {', '.join(map(str, x.shape))}], or [V, {', '.join(map(str, x.shape[1:]))}].",
-            )
+        raise value_error(
+            f"directions have the shape {list(directions.shape)}, and x {list(x.shape)}.",
+            "each direction is one of the input.",
+            f"pass [V, {', '.join(map(str, x.shape))}], or [V, {', '.join(map(str, x.shape[1:]))}].",
         )
     return directions.to(x.dtype)[:, None].expand(-1, *x.shape)
 
@@ -209,5 +205,5 @@ def as_weights(weights: Tensor, directions: Tensor) -> Tensor:
     """One number for each direction."""
     if weights.shape != directions.shape[:1]:
         what = f"weights have the shape {list(weights.shape)}, for {len(directions)} directions."
-        raise ValueError(explain(what, "each direction has one.", f"pass [{len(directions)}]."))
+        raise value_error(what, "each direction has one.", f"pass [{len(directions)}].")
     return weights.to(directions)

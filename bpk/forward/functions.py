@@ -37,7 +37,7 @@ from bpk.forward.carrier import (
 from bpk.forward.independence import stays_apart
 from bpk.jacobians.core.conversion import CannotConvert, name_of, signature_of
 from bpk.jacobians.core.engine import is_transformed
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.series import Series
 from bpk.jacobians.second_order.fused import Composed
@@ -240,4 +240,4 @@ def written(func: Any, target: Any, result: Any) -> Any:
 
 def refused(func: Any, why: str, do: str) -> UnsupportedLayer:
     """Why coefficients cannot pass a function."""
-    return UnsupportedLayer(explain(f"Taylor coefficients cannot pass {name_of(func)}.", why, do))
+    return UnsupportedLayer(f"Taylor coefficients cannot pass {name_of(func)}.", why, do)

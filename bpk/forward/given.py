@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import counted, explain
+from bpk.jacobians.core.errors import counted, explain, value_error
 
 
 def require(function: str, model: Any, x: Any, **others: Any) -> None:
@@ -35,5 +35,5 @@ def whole(name: str, number: Any) -> int:
     """A whole number of at least 1."""
     found = counted(number)
     if found is None:
-        raise ValueError(explain(f"{name} is {repr(number)}.", "it counts.", "pass a whole number, 1 or more."))
+        raise value_error(f"{name} is {repr(number)}.", "it counts.", "pass a whole number, 1 or more.")
     return found

@@ -12,7 +12,7 @@ from torch import nn
 
 from bpk.forward.carrier import carriers, require_unchanged, values, versions_of, without_constants
 from bpk.forward.rules import answer
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
@@ -28,7 +28,7 @@ def rules_answer(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 what = f"Taylor coefficients cannot pass {type(module).__name__}, which is compiled by torch.jit."
-                raise UnsupportedLayer(explain(what, "its code does not run in Python.", "give the module itself."))
+                raise UnsupportedLayer(what, "its code does not run in Python.", "give the module itself.")
             rule = REGISTRY.find(module)
             if rule is None or isinstance(rule, Loss) or "forward" in vars(module):
                 continue

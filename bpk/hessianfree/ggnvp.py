@@ -9,7 +9,7 @@ from bpk.hessianfree.hvp import hessian_vector_product
 from bpk.hessianfree.lop import transposed_jacobian_vector_product
 from bpk.hessianfree.rop import jacobian_vector_product
 from bpk.hessianfree.vectors import Tensors, as_list, as_vectors
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import type_error, value_error
 from bpk.recording.context.state import CTX
 
 
@@ -28,12 +28,10 @@ def ggn_vector_product(
     (tensor([[2., 4.]]),)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            explain(
-                f"ggn_vector_product got {type(model).__name__} as model.",
-                "the product is with respect to its parameters.",
-                "pass an nn.Module; of a list of parameters, ggn_vector_product_from_plist takes it.",
-            )
+        raise type_error(
+            f"ggn_vector_product got {type(model).__name__} as model.",
+            "the product is with respect to its parameters.",
+            "pass an nn.Module; of a list of parameters, ggn_vector_product_from_plist takes it.",
         )
     return ggn_vector_product_from_plist(
         loss, output, [p for p in model.parameters() if p.requires_grad], vlist, detach=detach
@@ -70,12 +68,10 @@ def ggn_vector_product_from_plist(
     plist = as_list(plist, "ggn_vector_product", "parameters")
     loss, output = as_list([loss, output], "ggn_vector_product", "loss and output")
     if loss.numel() != 1:
-        raise ValueError(
-            explain(
-                f"ggn_vector_product got a loss of shape {list(loss.shape)}.",
-                "only a scalar has a GGN.",
-                "pass the loss first, then the output: ggn_vector_product(loss, output, model, v).",
-            )
+        raise value_error(
+            f"ggn_vector_product got a loss of shape {list(loss.shape)}.",
+            "only a scalar has a GGN.",
+            "pass the loss first, then the output: ggn_vector_product(loss, output, model, v).",
         )
     vlist = as_vectors(vlist, plist, "parameters", "ggn_vector_product")
     gradient = gradient_of(loss, output)
@@ -93,11 +89,9 @@ def gradient_of(loss: Tensor, output: Tensor) -> Tensor:
         with CTX.unseen():
             (gradient,) = torch.autograd.grad(loss, output, create_graph=True, allow_unused=True)
     if gradient is None:
-        raise ValueError(
-            explain(
-                "ggn_vector_product got a loss that autograd does not know as a function of the output.",
-                "the product goes from the parameters to the output, and from there to the loss.",
-                "pass the very tensor that the loss was computed from, neither detached nor of another forward pass.",
-            )
+        raise value_error(
+            "ggn_vector_product got a loss that autograd does not know as a function of the output.",
+            "the product goes from the parameters to the output, and from there to the loss.",
+            "pass the very tensor that the loss was computed from, neither detached nor of another forward pass.",
         )
     return gradient

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bpk.hessianfree.vectors import Tensors, as_list, as_vectors, derivatives
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 
 @torch.inference_mode(False)  # no graph of derivatives is built in that mode: they would be zero
@@ -38,12 +38,10 @@ def hessian_vector_product(
     [f] = as_list([f], where, "function")
     v = as_vectors(v, params, "parameters", where)
     if f.numel() != 1:
-        raise ValueError(
-            explain(
-                f"{where} got a function of shape {list(f.shape)}.",
-                "only a scalar has a Hessian.",
-                "pass a scalar, such as loss.mean() or loss.sum().",
-            )
+        raise value_error(
+            f"{where} got a function of shape {list(f.shape)}.",
+            "only a scalar has a Hessian.",
+            "pass a scalar, such as loss.mean() or loss.sum().",
         )
     gradient = None if grad_params is None else as_vectors(grad_params, params, "parameters (grad_params)", where)
     if gradient is None or not any(g.requires_grad for g in gradient):  # perhaps computed without create_graph

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import type_error, value_error
 from bpk.jacobians.core.numeric import tracked
 from bpk.jacobians.second_order.graph import differentiable_again
 from bpk.recording.context.state import CTX
@@ -22,12 +22,10 @@ def as_list(tensors: Tensors, where: str = "A product", what: str = "vectors") -
     for x in given:
         if not isinstance(x, Tensor):
             of = f"{type(tensors).__name__} with " if x is not tensors else ""
-            raise TypeError(
-                explain(
-                    f"{where} got {of}{type(x).__name__} as {what}.",
-                    "derivatives are those of tensors, with respect to tensors.",
-                    "pass one tensor, or a list of several, such as list(model.parameters()).",
-                )
+            raise type_error(
+                f"{where} got {of}{type(x).__name__} as {what}.",
+                "derivatives are those of tensors, with respect to tensors.",
+                "pass one tensor, or a list of several, such as list(model.parameters()).",
             )
     return given
 
@@ -36,23 +34,19 @@ def as_vectors(given: Tensors, like: Sequence[Tensor], what: str, where: str) ->
     """`given` as a list that matches `like` in number and shapes, or a refusal that says what does not match."""
     vectors = as_list(given, where, "vectors")
     if len(vectors) != len(like):
-        raise ValueError(
-            explain(
-                f"{where} got {len(vectors)} vectors for {len(like)} {what}.",
-                "a vector lists one tensor for each of them, in the same order.",
-                "pass [torch.randn_like(x) for x in ...], or split a flat vector with "
-                "bpk.utils.convert_parameters.vector_to_parameter_list.",
-            )
+        raise value_error(
+            f"{where} got {len(vectors)} vectors for {len(like)} {what}.",
+            "a vector lists one tensor for each of them, in the same order.",
+            "pass [torch.randn_like(x) for x in ...], or split a flat vector with "
+            "bpk.utils.convert_parameters.vector_to_parameter_list.",
         )
     for index, (vector, tensor) in enumerate(zip(vectors, like, strict=True)):
         if vector.shape != tensor.shape:
-            raise ValueError(
-                explain(
-                    f"{where} got a vector of shape {list(vector.shape)} for number {index} of the {what}, which has "
-                    f"shape {list(tensor.shape)}.",
-                    "the product is linear in the vector, entry by entry.",
-                    "reshape the vector; a flat one is split by bpk.utils.convert_parameters.vector_to_parameter_list.",
-                )
+            raise value_error(
+                f"{where} got a vector of shape {list(vector.shape)} for number {index} of the {what}, which has "
+                f"shape {list(tensor.shape)}.",
+                "the product is linear in the vector, entry by entry.",
+                "reshape the vector; a flat one is split by bpk.utils.convert_parameters.vector_to_parameter_list.",
             )
     return list(map(tracked, vectors))
 

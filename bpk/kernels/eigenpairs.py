@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bpk.extensions.options import positive
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.random_state import RandomState
 from bpk.kernels.passes import OfGradients, OfRoot, OfSums, require_loss, run, trained
 from bpk.sweeps.starts.square_root import columns_at
@@ -113,11 +113,9 @@ class Gram:
         """Those of one parameter."""
         if self.keys and uses.keys != self.keys:
             raise UnsupportedLayer(
-                explain(
-                    f"A parameter {list(uses.param.shape)} is behind other losses than those before.",
-                    "inner products of columns add up over parameters for the same columns.",
-                    "use one loss, of predictions side by side, or the eigenpairs of each loss.",
-                )
+                f"A parameter {list(uses.param.shape)} is behind other losses than those before.",
+                "inner products of columns add up over parameters for the same columns.",
+                "use one loss, of predictions side by side, or the eigenpairs of each loss.",
             )
         part = uses.gram()
         self.total = self.total.add_(part.to(self.total.device)) if self.keys else part

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.kernels.passes import Inputs, Joined, OfRoot, of_outputs, outputs_of, require_tensors
 
 Batch = tuple[Tensor, ...]
@@ -51,12 +51,10 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
     second = None if x2 is None else x2 if isinstance(x2, tuple) else (x2,)
     if second is not None and [x.dtype for x in first] != [x.dtype for x in second]:
         kinds = " and ".join(str([str(x.dtype).removeprefix("torch.") for x in batch]) for batch in (first, second))
-        raise ValueError(
-            explain(
-                f"ntk(...) got x1 and x2 of different types: {kinds}.",
-                "both go through the same model.",
-                "convert one of them, as x2.to(x1.dtype), and pass as many tensors for both.",
-            )
+        raise value_error(
+            f"ntk(...) got x1 and x2 of different types: {kinds}.",
+            "both go through the same model.",
+            "convert one of them, as x2.to(x1.dtype), and pass as many tensors for both.",
         )
     if second is None or [x.shape[1:] for x in first] == [x.shape[1:] for x in second]:
         found = of_one_form(model, first, second, kind)
@@ -93,12 +91,10 @@ def one_after_the_other(model: nn.Module, first: Batch, second: Batch, kind: str
     of_outputs(model, outputs, OfRoot(FIELD, keep))
     outputs = outputs_of(model, second)
     if kind != "full" and outputs.shape[1:] != shape[1:]:
-        raise ValueError(
-            explain(
-                f"The outputs of x1 and x2 have the shapes {list(shape[1:])} and {list(outputs.shape[1:])} per sample.",
-                f'kind="{kind}" takes each output of one with the same output of the other.',
-                'use kind="full".',
-            )
+        raise value_error(
+            f"The outputs of x1 and x2 have the shapes {list(shape[1:])} and {list(outputs.shape[1:])} per sample.",
+            f'kind="{kind}" takes each output of one with the same output of the other.',
+            'use kind="full".',
         )
 
     def value(uses: Uses) -> Tensor:

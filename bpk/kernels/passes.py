@@ -13,7 +13,7 @@ from bpk.extending import check_module, extend
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.numeric import tracked
 from bpk.kernels.summed import Summed
 from bpk.recording.activations import forget
@@ -107,12 +107,10 @@ def require_tensors(function: str, **batches: object) -> None:
     for name, batch in batches.items():
         for x in batch if isinstance(batch, tuple) else (batch,):
             if not isinstance(x, Tensor) or not x.dim():
-                raise ValueError(
-                    explain(
-                        f"{function}(...) got {type(x).__name__} as {name}.",
-                        "a batch is a tensor [N, ...], or a tuple of these, one for each argument of forward.",
-                        f"pass torch.as_tensor({name}), batch axis first.",
-                    )
+                raise value_error(
+                    f"{function}(...) got {type(x).__name__} as {name}.",
+                    "a batch is a tensor [N, ...], or a tuple of these, one for each argument of forward.",
+                    f"pass torch.as_tensor({name}), batch axis first.",
                 )
 
 
@@ -120,12 +118,10 @@ def require_loss(loss: object) -> None:
     """Refuse what is no differentiable scalar."""
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            explain(
-                f"The loss is {what}, and not a number that depends on parameters.",
-                "one backward pass starts at it.",
-                "pass what the extended loss returns: loss_fn(model(x), y), outside of torch.no_grad().",
-            )
+        raise value_error(
+            f"The loss is {what}, and not a number that depends on parameters.",
+            "one backward pass starts at it.",
+            "pass what the extended loss returns: loss_fn(model(x), y), outside of torch.no_grad().",
         )
 
 
@@ -134,12 +130,10 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     check_module(model)
     found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
-        raise ValueError(
-            explain(
-                f"No parameter of {type(model).__name__} requires gradients.",
-                "derivatives are taken in those that do.",
-                "call requires_grad_(True) on some of them.",
-            )
+        raise value_error(
+            f"No parameter of {type(model).__name__} requires gradients.",
+            "derivatives are taken in those that do.",
+            "call requires_grad_(True) on some of them.",
         )
     return found
 
@@ -160,12 +154,10 @@ def require_all_extended(model: nn.Module, params: dict[str, Tensor]) -> None:
     inside = {id(p) for part in parts_of(model).values() for p in part.parameters()}
     outside = [name for name, p in params.items() if id(p) not in inside]
     if outside:
-        raise ValueError(
-            explain(
-                f"{type(model).__name__} is extended in parts, without '{outside[0]}'.",
-                "the quantity is that of all parameters that require gradients.",
-                "call bpk.extend(model) before the forward pass, and requires_grad_(False) on what is to be left out.",
-            )
+        raise value_error(
+            f"{type(model).__name__} is extended in parts, without '{outside[0]}'.",
+            "the quantity is that of all parameters that require gradients.",
+            "call bpk.extend(model) before the forward pass, and requires_grad_(False) on what is to be left out.",
         )
 
 
@@ -177,12 +169,10 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
         outputs = model(*(tracked(x) if isinstance(x, Tensor) else x for x in given))
     if not isinstance(outputs, Tensor) or outputs.dim() == 0 or not outputs.is_floating_point():
         what = f"a tensor of {outputs.dtype}, {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs)
-        raise ValueError(
-            explain(
-                f"{type(model).__name__} returned {what}.",
-                "the Jacobian is that of one tensor of real numbers, batch axis first.",
-                "wrap the model in a module that returns that tensor.",
-            )
+        raise value_error(
+            f"{type(model).__name__} returned {what}.",
+            "the Jacobian is that of one tensor of real numbers, batch axis first.",
+            "wrap the model in a module that returns that tensor.",
         )
     return outputs
 

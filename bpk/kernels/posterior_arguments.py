@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, type_error, value_error
 from bpk.utils.kroneckers import is_square
 
 
@@ -17,12 +17,10 @@ def variances_of(name: str, variances: Tensor, param: Tensor) -> Tensor:
     """The variances of a parameter, if they are some."""
     require_size(name, variances.shape, variances.shape == param.shape, param)
     if bool((variances < 0).any()):
-        raise ValueError(
-            explain(
-                f"The posterior has a negative variance for '{name}' ({float(variances.min()):g}).",
-                "it is a Gaussian's, and outputs would have negative ones.",
-                "invert a precision that is positive: curvature of a GGN, and a prior above zero.",
-            )
+        raise value_error(
+            f"The posterior has a negative variance for '{name}' ({float(variances.min()):g}).",
+            "it is a Gaussian's, and outputs would have negative ones.",
+            "invert a precision that is positive: curvature of a GGN, and a prior above zero.",
         )
     return variances.to(param.dtype)
 
@@ -30,24 +28,20 @@ def variances_of(name: str, variances: Tensor, param: Tensor) -> Tensor:
 def require_size(name: str, sizes: Sequence[int], fits: bool, param: Tensor) -> None:
     """Refuse what belongs to a parameter of another form: it might be broadcast."""
     if not fits:
-        raise ValueError(
-            explain(
-                f"The posterior has {list(sizes)} for '{name}', which has the shape {list(param.shape)}.",
-                "it is that of another model, or of another parameter.",
-                "use fields of this model, by the names of model.named_parameters().",
-            )
+        raise value_error(
+            f"The posterior has {list(sizes)} for '{name}', which has the shape {list(param.shape)}.",
+            "it is that of another model, or of another parameter.",
+            "use fields of this model, by the names of model.named_parameters().",
         )
 
 
 def require_by_name(what: str, given: Any) -> None:
     """Refuse what does not say something of each parameter by its name."""
     if not isinstance(given, Mapping):
-        raise TypeError(
-            explain(
-                f"{what} is {type(given).__name__}.",
-                "a posterior says what it has of each parameter, by its name.",
-                f"pass a dictionary: {what}={{name: ... for name, p in model.named_parameters()}}.",
-            )
+        raise type_error(
+            f"{what} is {type(given).__name__}.",
+            "a posterior says what it has of each parameter, by its name.",
+            f"pass a dictionary: {what}={{name: ... for name, p in model.named_parameters()}}.",
         )
 
 
@@ -68,12 +62,10 @@ def require_matrices(what: str, given: Any) -> None:
     for name, some in given.items():
         if not isinstance(some, Sequence) or len(some) not in (1, 2) or not all(map(is_square, some)):
             found = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in some]
-            raise ValueError(
-                explain(
-                    f"{what} of '{name}' are {found}.",
-                    "they are square matrices: one for its whole block, or two whose Kronecker product that is.",
-                    f"pass a list: {what}={{name: [G, A]}}.",
-                )
+            raise value_error(
+                f"{what} of '{name}' are {found}.",
+                "they are square matrices: one for its whole block, or two whose Kronecker product that is.",
+                f"pass a list: {what}={{name: [G, A]}}.",
             )
 
 

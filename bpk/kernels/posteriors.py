@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.kernels.posterior_arguments import (
     no_tensor,
     require_matrices,
@@ -150,12 +150,10 @@ class Eigenbases(Posterior):
 def in_eigenbasis(uses: Uses, bases: Sequence[Tensor], precisions: Tensor) -> Tensor:
     """The covariance `[N, C, C]` for the inverse of a matrix with these eigenvectors and eigenvalues."""
     if not bool((precisions > 0).all()):
-        raise ValueError(
-            explain(
-                f"The posterior has a precision that is not positive ({float(precisions.min()):g}).",
-                "its inverse is a variance.",
-                "pass prior_precision= above zero, and curvature of a GGN that is finite.",
-            )
+        raise value_error(
+            f"The posterior has a precision that is not positive ({float(precisions.min()):g}).",
+            "its inverse is a variance.",
+            "pass prior_precision= above zero, and curvature of a GGN that is finite.",
         )
     bases, precisions = [basis.to(uses.param.dtype) for basis in bases], precisions.to(uses.param.dtype)
     if len(bases) == 1:
@@ -195,12 +193,10 @@ class LowRank(Posterior):
             counts["weights"] = self.weights.shape
         if len({*counts.values()}) > 1:
             found = ", ".join(f"{[*n]} of {name}" for name, n in counts.items())
-            raise ValueError(
-                explain(
-                    f"LowRank(...) got different numbers of directions: {found}.",
-                    "each direction is one of all parameters together, [K, *p] of each, and has one weight.",
-                    "pass as many for all parameters (zeros, where one has no part), and weights [K].",
-                )
+            raise value_error(
+                f"LowRank(...) got different numbers of directions: {found}.",
+                "each direction is one of all parameters together, [K, *p] of each, and has one weight.",
+                "pass as many for all parameters (zeros, where one has no part), and weights [K].",
             )
 
     @classmethod
@@ -236,11 +232,9 @@ def fields(model: nn.Module, field: str) -> dict[str, Any]:
     """A field of the parameters that have it, by their names."""
     found = {name: vars(p)[field] for name, p in model.named_parameters() if field in vars(p)}
     if not found:
-        raise ValueError(
-            explain(
-                f"No parameter of {type(model).__name__} has the field '{field}'.",
-                "it is saved in a backward pass with the extension of that name.",
-                "run one: with bpk.backpack(...): loss.backward().",
-            )
+        raise value_error(
+            f"No parameter of {type(model).__name__} has the field '{field}'.",
+            "it is saved in a backward pass with the extension of that name.",
+            "run one: with bpk.backpack(...): loss.backward().",
         )
     return found

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.extending import check_module
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import type_error, value_error
 from bpk.kernels.passes import Inputs, OfRoot, of_outputs, outputs_of, require_tensors
 from bpk.kernels.posteriors import Posterior
 
@@ -43,24 +43,20 @@ def predictive_covariance(model: nn.Module, x: Inputs, posterior: Posterior) -> 
 def predicted(model: nn.Module, x: Inputs, posterior: Posterior) -> tuple[Tensor, Tensor]:
     """The outputs of a model, without their graph, and `predictive_covariance`."""
     if not isinstance(posterior, Posterior):
-        raise TypeError(
-            explain(
-                f"The posterior is an object of type {type(posterior).__name__}.",
-                "how a covariance is multiplied depends on its form.",
-                "pass bpk.kernels.Diagonal({name: variances}), Kronecker or LowRank.",
-            )
+        raise type_error(
+            f"The posterior is an object of type {type(posterior).__name__}.",
+            "how a covariance is multiplied depends on its form.",
+            "pass bpk.kernels.Diagonal({name: variances}), Kronecker or LowRank.",
         )
     check_module(model)
     require_tensors("predictive_covariance", x=x)
     params = dict(model.named_parameters())
     unknown = sorted(set(posterior.names) - set(params))
     if unknown or not posterior.names:
-        raise ValueError(
-            explain(
-                f"The posterior names {unknown or 'no parameter'}.",
-                f"the parameters of {type(model).__name__} are {', '.join(params)}.",
-                "use the names of model.named_parameters().",
-            )
+        raise value_error(
+            f"The posterior names {unknown or 'no parameter'}.",
+            f"the parameters of {type(model).__name__} are {', '.join(params)}.",
+            "use the names of model.named_parameters().",
         )
     named = {id(params[name]): posterior.statistics(name) for name in posterior.names}
     kinds = list(next(iter(named.values())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, value_error
 
 
 class Summed:
@@ -39,12 +39,10 @@ class Summed:
         """Add one parameter's field."""
         total = self.totals.get(field)
         if total is not None and total.shape != value.shape:
-            raise ValueError(
-                explain(
-                    f"'{field}' has the shapes {list(total.shape)} and {list(value.shape)} at two parameters.",
-                    "what is added up must belong to the same samples and columns: that of several losses may not.",
-                    "read the fields themselves, or use one loss.",
-                )
+            raise value_error(
+                f"'{field}' has the shapes {list(total.shape)} and {list(value.shape)} at two parameters.",
+                "what is added up must belong to the same samples and columns: that of several losses may not.",
+                "read the fields themselves, or use one loss.",
             )
         # not in place: the sum may have a graph, and the first value may be the user's
         self.totals[field] = value if total is None else total + value

@@ -15,7 +15,7 @@ from bpk.context import backpack
 from bpk.extending import extend
 from bpk.extensions import KFAC, KFLR, BatchGrad, DiagGGNExact, DiagGGNMC, SqrtGGNExact, SumGradSquared
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.kernels.passes import half_squared_error
 from bpk.kernels.predictive import only
@@ -32,12 +32,10 @@ class Backend(CurvatureInterface):
         super().__init__(*args, **kwargs)
         frozen = [name for name, p in self._model.named_parameters() if not p.requires_grad]
         if self.last_layer and frozen:
-            raise ValueError(
-                explain(
-                    f"The last layer has parameters that do not require gradients: {', '.join(frozen)}.",
-                    "laplace-torch has an entry for each of its parameters, and curvature has none for these.",
-                    "call requires_grad_(True) on them, or freeze all that is left out, with subset_of_weights='all'.",
-                )
+            raise value_error(
+                f"The last layer has parameters that do not require gradients: {', '.join(frozen)}.",
+                "laplace-torch has an entry for each of its parameters, and curvature has none for these.",
+                "call requires_grad_(True) on them, or freeze all that is left out, with subset_of_weights='all'.",
             )
         extend(self.model)
         extend(self.lossfunc)
@@ -96,12 +94,10 @@ class Backend(CurvatureInterface):
         found = [vars(p).pop(extension.savefield, None) for p in self.params]
         missing = [name for name, value in zip(self.params_dict, found, strict=True) if value is None]
         if missing:
-            raise ValueError(
-                explain(
-                    f"The outputs of {type(self.model).__name__} do not depend on {', '.join(missing)}.",
-                    "laplace-torch has an entry for every trained parameter.",
-                    "call requires_grad_(False) on those that are not used.",
-                )
+            raise value_error(
+                f"The outputs of {type(self.model).__name__} do not depend on {', '.join(missing)}.",
+                "laplace-torch has an entry for every trained parameter.",
+                "call requires_grad_(False) on those that are not used.",
             )
         return found
 
@@ -116,12 +112,10 @@ def no_factors(params: Mapping[str, Tensor]) -> Kron:
     """Kronecker factors that are zero, as laplace-torch has them; a scalar parameter is a vector of one entry there."""
     for name, p in params.items():
         if p.dim() > MOST_AXES:
-            raise ValueError(
-                explain(
-                    f"'{name}' has {p.dim()} axes.",
-                    f"laplace-torch knows Kronecker factors of parameters with up to {MOST_AXES}.",
-                    "use hessian_structure='diag', or leave the parameter out by requires_grad_(False).",
-                )
+            raise value_error(
+                f"'{name}' has {p.dim()} axes.",
+                f"laplace-torch knows Kronecker factors of parameters with up to {MOST_AXES}.",
+                "use hessian_structure='diag', or leave the parameter out by requires_grad_(False).",
             )
     first = next(iter(params.values()))
     return Kron.init_from_model([p if p.dim() else p.reshape(1) for p in params.values()], first.device, first.dtype)
@@ -159,13 +153,11 @@ class GGN(Backend, GGNInterface):
         for name, p, ours, theirs in zip(self.params_dict, self.params, found, expected, strict=True):
             sizes = [[list(factor.shape) for factor in factors] for factors in (ours, theirs)]
             if sizes[0] != sizes[1] or id(p) in tables or orders.get(p) is not None:
-                raise ValueError(
-                    explain(
-                        f"'{name}' has Kronecker factors of the sizes {sizes[0]}; laplace-torch adds to {sizes[1]}.",
-                        "it knows vectors with one factor, matrices and convolutions with two, in the order of axes; "
-                        "those of embeddings and of transposed convolutions are in another order.",
-                        "use hessian_structure='diag', or leave the parameter out by requires_grad_(False).",
-                    )
+                raise value_error(
+                    f"'{name}' has Kronecker factors of the sizes {sizes[0]}; laplace-torch adds to {sizes[1]}.",
+                    "it knows vectors with one factor, matrices and convolutions with two, in the order of axes; "
+                    "those of embeddings and of transposed convolutions are in another order.",
+                    "use hessian_structure='diag', or leave the parameter out by requires_grad_(False).",
                 )
         # over batches, laplace-torch adds up: the sum of output factors, and the mean over samples of input factors
         scaled = [[*factors[:-1], factors[-1] * (len(y) / N)] if len(factors) == 2 else factors for factors in found]

@@ -6,7 +6,7 @@ import laplace
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.kernels.posteriors import Diagonal, Eigenbases, LowRank, Posterior
 
 
@@ -45,9 +45,7 @@ def posterior_of(fitted: laplace.ParametricLaplace) -> Posterior:
             by_name(directions), -torch.ones_like(directions[:, 0]), by_name(1 / fitted.prior_precision_diag)
         )
     raise UnsupportedLayer(
-        explain(
-            f"{type(fitted).__name__} is no posterior of bpk.kernels.",
-            "these are diagonal, Kronecker-factored or of low rank, over whole parameters.",
-            "use hessian_structure='diag', 'kron' or 'lowrank', and subset_of_weights='all' or 'last_layer'.",
-        )
+        f"{type(fitted).__name__} is no posterior of bpk.kernels.",
+        "these are diagonal, Kronecker-factored or of low rank, over whole parameters.",
+        "use hessian_structure='diag', 'kron' or 'lowrank', and subset_of_weights='all' or 'last_layer'.",
     )

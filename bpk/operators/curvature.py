@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bpk.extensions.options import positive, seeding
 from bpk.extensions.over_batches import Size
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.second_order.graph import products
 from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, pull_through, with_tangents
@@ -237,12 +237,10 @@ def blocked(names: list[str], blocks: str) -> list[list[str]]:
     if blocks in ("whole", "parameter"):
         return [names] if blocks == "whole" else [[name] for name in names]
     if blocks != "layer":
-        raise ValueError(
-            explain(
-                f"blocks={blocks!r} is not known.",
-                "it says which entries of the matrix are kept.",
-                'pass "whole", "layer" or "parameter".',
-            )
+        raise value_error(
+            f"blocks={blocks!r} is not known.",
+            "it says which entries of the matrix are kept.",
+            'pass "whole", "layer" or "parameter".',
         )
     layers: dict[str, list[str]] = {}
     for name in names:

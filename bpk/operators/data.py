@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bpk.context import disable
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.numeric import tracked
 from bpk.operators.kernels import exact_kernels
 from bpk.operators.loss_at import LossAt
@@ -75,7 +75,7 @@ class Problem:
 
     def refused(self, what: str, why: str, do: str) -> ValueError:
         """The error for what no operator can be made of."""
-        return ValueError(explain(f"{self.name}(...) got {what}.", f"{why}.", f"{do}."))
+        return value_error(f"{self.name}(...) got {what}.", f"{why}.", f"{do}.")
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Inputs and targets on the model's device."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bpk.context import disable
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import class_standing_for
 from bpk.jacobians.second_order.stand_ins import StandIns
 from bpk.jacobians.second_order.twice import TWICE
@@ -102,4 +102,4 @@ def said(model: nn.Module) -> AbstractContextManager[None]:
     what = f"Products cannot pass a function of {type(model).__name__}."
     why = "torch has neither its derivative in forward mode nor its second one"
     do = "write the function with others, or use bpk.operators.KFAC, which goes by rules."
-    return refused_as(lambda reason: UnsupportedLayer(explain(what, f"{why}: {reason}", do)))
+    return refused_as(lambda reason: UnsupportedLayer(what, f"{why}: {reason}", do))

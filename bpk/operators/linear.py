@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, value_error
 from bpk.jacobians.core.numeric import tracked
 from bpk.jacobians.core.side_by_side import as_rows
 
@@ -174,12 +174,10 @@ def parts_of(vectors: Any, shapes: Shapes, dtype: torch.dtype, name: str) -> tup
         mats = [x.movedim(-1, 0) if several else x[None] for x in given]
     for mat in mats:
         if mat.dtype != dtype:
-            raise ValueError(
-                explain(
-                    f"{name} is a matrix of {dtype} and got vectors of {mat.dtype}.",
-                    "mixed precision would be lost in one of the two.",
-                    f"convert the vectors: A @ v.to({dtype}).",
-                )
+            raise value_error(
+                f"{name} is a matrix of {dtype} and got vectors of {mat.dtype}.",
+                "mixed precision would be lost in one of the two.",
+                f"convert the vectors: A @ v.to({dtype}).",
             )
     return mats, several
 
@@ -187,11 +185,9 @@ def parts_of(vectors: Any, shapes: Shapes, dtype: torch.dtype, name: str) -> tup
 def refused(name: str, got: str, shapes: Shapes) -> ValueError:
     """The error for vectors of a wrong form."""
     total, parts = entries(shapes), {key: list(shape) for key, shape in shapes.items()}
-    return ValueError(
-        explain(
-            f"{name} cannot multiply {got}.",
-            f"its vectors have {total} entries, in parts {parts}.",
-            f"pass a tensor [{total}] or [{total}, K], or one tensor for each part, [*shape] or [*shape, K], in a list "
-            "or in a dictionary by name.",
-        )
+    return value_error(
+        f"{name} cannot multiply {got}.",
+        f"its vectors have {total} entries, in parts {parts}.",
+        f"pass a tensor [{total}] or [{total}, K], or one tensor for each part, [*shape] or [*shape, K], in a list "
+        "or in a dictionary by name.",
     )

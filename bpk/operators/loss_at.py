@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer, value_error
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
@@ -26,12 +26,10 @@ class LossAt:
             self.value = loss_fn(point, targets).detach()
         rule = REGISTRY.find(loss_fn) or GENERIC_LOSS
         if self.value.dim() or not isinstance(rule, Loss):
-            raise ValueError(
-                explain(
-                    f"{type(loss_fn).__name__} is no loss: its output has shape {list(self.value.shape)}.",
-                    "curvature is that of one number.",
-                    "use a loss that returns a scalar (reduction 'mean' or 'sum').",
-                )
+            raise value_error(
+                f"{type(loss_fn).__name__} is no loss: its output has shape {list(self.value.shape)}.",
+                "curvature is that of one number.",
+                "use a loss that returns a scalar (reduction 'mean' or 'sum').",
             )
         binding = rule.bind(loss_fn, (point, targets), {})
         self.module, self.rule = loss_fn, rule
@@ -42,21 +40,17 @@ class LossAt:
         """The divisor of a mean."""
         if not self.call.inputs[0].dim():
             raise UnsupportedLayer(
-                explain(
-                    "The model's output has no batch axis.",
-                    "batches count by their samples, which are the rows of the output.",
-                    "return one number per sample, or pass one batch to Hessian, as a tuple.",
-                )
+                "The model's output has no batch axis.",
+                "batches count by their samples, which are the rows of the output.",
+                "return one number per sample, or pass one batch to Hessian, as a tuple.",
             )
         try:
             divisor = self.rule.divides_by(self.call)
         except UnsupportedLayer:  # as for accumulate(...), but there is no divisor= that could say it
             raise UnsupportedLayer(
-                explain(
-                    f"It is not known by what {type(self.module).__name__} divides the sum of its terms.",
-                    "batches must be weighted as one large batch would, and its code does not tell how.",
-                    "use a loss of torch.nn, or pass one batch, as a tuple (but to EmpiricalFisher).",
-                )
+                f"It is not known by what {type(self.module).__name__} divides the sum of its terms.",
+                "batches must be weighted as one large batch would, and its code does not tell how.",
+                "use a loss of torch.nn, or pass one batch, as a tuple (but to EmpiricalFisher).",
             ) from None
         return Size(self.call.batch_size, None if divisor is None else float(divisor))
 

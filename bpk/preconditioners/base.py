@@ -22,7 +22,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.factors import require_form
 from bpk.fields.eigenbasis import Orders
 from bpk.fields.local import SLOT
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error, value_error
 from bpk.preconditioners.parameters import Means, as_means, require_fits, take_up, trained
 from bpk.preconditioners.passes import Passes
 from bpk.preconditioners.schedules import Schedule, constant, rate_of, require_limit, steps_of, weight_of_past
@@ -154,12 +154,10 @@ class Preconditioner(ABC):
     def step(self) -> None:
         """Multiply all gradients with the inverse, in place."""
         if may_shard() and any(is_sharded(p) for p in self.model.parameters()):
-            raise ValueError(
-                explain(
-                    f"{type(self).__name__} got a model whose parameters are sharded.",
-                    "inverses are those of whole factors, and multiply whole gradients.",
-                    "train with DistributedDataParallel, or without a preconditioner.",
-                )
+            raise value_error(
+                f"{type(self).__name__} got a model whose parameters are sharded.",
+                "inverses are those of whole factors, and multiply whole gradients.",
+                "train with DistributedDataParallel, or without a preconditioner.",
             )
         self.follow()
         self.passes.clear()
@@ -203,13 +201,11 @@ class Preconditioner(ABC):
         for p in self.params.values():
             vars(p).get(SLOT, {}).pop(field, None)
         if not found:
-            raise RuntimeError(
-                explain(
-                    f"{type(self).__name__}.step() found no curvature.",
-                    "the backward pass of this step was run without its extension, or no parameter got a gradient.",
-                    "write `with preconditioner: loss.backward()`, with an extended loss (bpk.extend(loss_fn)), and no "
-                    "other context inside; with other extensions, with bpk.backpack(*preconditioner.extensions, ...).",
-                )
+            raise runtime_error(
+                f"{type(self).__name__}.step() found no curvature.",
+                "the backward pass of this step was run without its extension, or no parameter got a gradient.",
+                "write `with preconditioner: loss.backward()`, with an extended loss (bpk.extend(loss_fn)), and no "
+                "other context inside; with other extensions, with bpk.backpack(*preconditioner.extensions, ...).",
             )
         self.looks += 1
         decay = min(weight_of_past(self.at(self.decay)), 1 - 1 / self.looks)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from bpk.extensions import DiagGGNExact, DiagGGNMC
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.preconditioners.base import Preconditioner
 from bpk.preconditioners.schedules import Schedule
 
@@ -55,12 +55,10 @@ class DiagonalGGN(Preconditioner):
         self.current = self.damping_now()
         for name, (mean,) in self.means.items() if self.due(self.interval) else ():
             if not mean.isfinite().all():
-                raise ValueError(
-                    explain(
-                        f"The mean diagonal of '{name}' has entries that are not finite.",
-                        "a loss or a gradient before it was NaN or infinite.",
-                        "look for the first batch whose loss is not finite; in training, lower the learning rate.",
-                    )
+                raise value_error(
+                    f"The mean diagonal of '{name}' has entries that are not finite.",
+                    "a loss or a gradient before it was NaN or infinite.",
+                    "look for the first batch whose loss is not finite; in training, lower the learning rate.",
                 )
 
     def solve(self, name: str, gradient: Tensor) -> Tensor:

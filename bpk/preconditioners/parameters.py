@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import type_error, value_error
 
 Means = list[Tensor]
 """Running means of what an extension saves on a parameter."""
@@ -22,12 +22,10 @@ def take_up(now: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:
     """Add those that were unfrozen to the known ones; refuse those that were replaced."""
     for name, p in now.items():
         if known.setdefault(name, p) is not p:
-            raise ValueError(
-                explain(
-                    f"Parameter '{name}' is another one than before.",
-                    "curvature that is kept belongs to the one that it has replaced.",
-                    "build the preconditioner after layers are replaced.",
-                )
+            raise value_error(
+                f"Parameter '{name}' is another one than before.",
+                "curvature that is kept belongs to the one that it has replaced.",
+                "build the preconditioner after layers are replaced.",
             )
 
 
@@ -43,20 +41,16 @@ def require_fits(
     `entries_of` says of how many entries of a parameter running means are, `by_name` what else they all have.
     """
     if not isinstance(state, Mapping):
-        raise TypeError(
-            explain(
-                f"The state is {type(state).__name__}, and no dictionary.",
-                "steps depend on what state_dict() gives.",
-                "load_state_dict(preconditioner.state_dict()), or what torch.load(...) gives of it.",
-            )
+        raise type_error(
+            f"The state is {type(state).__name__}, and no dictionary.",
+            "steps depend on what state_dict() gives.",
+            "load_state_dict(preconditioner.state_dict()), or what torch.load(...) gives of it.",
         )
     if state.get("of", kind) != kind:
-        raise ValueError(
-            explain(
-                f"The state is that of {state['of']}, and this is {kind}.",
-                "each keeps curvature in its own form.",
-                "build the same preconditioner, or go on with a new one: it looks at curvature in its first step.",
-            )
+        raise value_error(
+            f"The state is that of {state['of']}, and this is {kind}.",
+            "each keeps curvature in its own form.",
+            "build the same preconditioner, or go on with a new one: it looks at curvature in its first step.",
         )
     kinds = {"steps": int, "looks": int, "means": Mapping, "orders": Mapping, "looked_at": Sequence}
     kinds |= dict.fromkeys(by_name, Mapping)
@@ -64,21 +58,17 @@ def require_fits(
     if not missing:
         missing = [f"{what} of '{name}'" for what in by_name for name in state["means"] if name not in state[what]]
     if missing:
-        raise ValueError(
-            explain(
-                f"The state lacks {' and '.join(sorted(missing))}.",
-                "it is none of a preconditioner, or of an earlier version, which did not save all of it.",
-                "go on with a new preconditioner: it looks at curvature in its first step.",
-            )
+        raise value_error(
+            f"The state lacks {' and '.join(sorted(missing))}.",
+            "it is none of a preconditioner, or of an earlier version, which did not save all of it.",
+            "go on with a new preconditioner: it looks at curvature in its first step.",
         )
     strange = sorted(set(state["means"]) - set(params))
     if strange:
-        raise ValueError(
-            explain(
-                f"The state has curvature of parameters that this model lacks: {', '.join(strange)}.",
-                "running means belong to parameters by name.",
-                "build the same model: its parameters need the same names.",
-            )
+        raise value_error(
+            f"The state has curvature of parameters that this model lacks: {', '.join(strange)}.",
+            "running means belong to parameters by name.",
+            "build the same model: its parameters need the same names.",
         )
     shapes = state.get("shapes") or {}  # which earlier versions did not save
     other = [
@@ -87,12 +77,10 @@ def require_fits(
         if entries_of(means) != params[name].numel() or [*shapes.get(name, params[name].shape)] != [*params[name].shape]
     ]
     if other:
-        raise ValueError(
-            explain(
-                f"The state has curvature of other sizes than these parameters have: {', '.join(other)}.",
-                "it is that of a model with other layers.",
-                "build the same model: its parameters need the same shapes.",
-            )
+        raise value_error(
+            f"The state has curvature of other sizes than these parameters have: {', '.join(other)}.",
+            "it is that of a model with other layers.",
+            "build the same model: its parameters need the same shapes.",
         )
 
 

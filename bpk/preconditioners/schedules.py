@@ -7,7 +7,7 @@ from math import inf
 from numbers import Real
 from typing import Any
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 Schedule = float | Callable[[int], float]
 """A number, or a function of the step (counted from 0)."""
@@ -16,12 +16,10 @@ Schedule = float | Callable[[int], float]
 def steps_of(interval: Any) -> int:
     """An interval in whole steps."""
     if not isinstance(interval, Real) or not 1 <= float(interval) < inf:
-        raise ValueError(
-            explain(
-                f"An interval of {interval!r} steps is not possible.",
-                "something happens in every so manieth step.",
-                "pass a whole number of at least 1, or a function of the step that returns one.",
-            )
+        raise value_error(
+            f"An interval of {interval!r} steps is not possible.",
+            "something happens in every so manieth step.",
+            "pass a whole number of at least 1, or a function of the step that returns one.",
         )
     return int(float(interval))
 
@@ -29,12 +27,10 @@ def steps_of(interval: Any) -> int:
 def weight_of_past(decay: Any) -> float:
     """The weight that running means have beside what is new."""
     if isinstance(decay, str) or decay is None or not 0 <= decay <= 1:
-        raise ValueError(
-            explain(
-                f"decay={decay!r} is no weight of the past.",
-                "running means are d m + (1 - d) new, with weights from 0 to 1.",
-                "pass a number between 0 and 1, such as decay=0.95 (or a function of the step that returns one).",
-            )
+        raise value_error(
+            f"decay={decay!r} is no weight of the past.",
+            "running means are d m + (1 - d) new, with weights from 0 to 1.",
+            "pass a number between 0 and 1, such as decay=0.95 (or a function of the step that returns one).",
         )
     return decay
 
@@ -44,12 +40,10 @@ def rate_of(lr: Any) -> float:
     try:
         return float(lr)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            explain(
-                f"lr={lr!r} is no learning rate.",
-                "kl_clip= limits the step that the optimizer makes, which it scales.",
-                "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
-            )
+        raise value_error(
+            f"lr={lr!r} is no learning rate.",
+            "kl_clip= limits the step that the optimizer makes, which it scales.",
+            "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
         ) from error
 
 
@@ -65,31 +59,25 @@ def require_limit(kl_clip: Any, lr: Schedule | None) -> None:
     if lr is not None:
         constant(lr, rate_of)
     else:
-        raise ValueError(
-            explain(
-                "kl_clip= needs lr=.",
-                "it limits the step that the optimizer makes, which the learning rate scales.",
-                "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
-            )
+        raise value_error(
+            "kl_clip= needs lr=.",
+            "it limits the step that the optimizer makes, which the learning rate scales.",
+            "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
         )
     if isinstance(kl_clip, str) or not kl_clip > 0:
-        raise ValueError(
-            explain(
-                f"kl_clip={kl_clip!r} is no limit.",
-                "steps are shortened until they are within it.",
-                "pass a positive number, such as kl_clip=1e-3, or None for steps of any length.",
-            )
+        raise value_error(
+            f"kl_clip={kl_clip!r} is no limit.",
+            "steps are shortened until they are within it.",
+            "pass a positive number, such as kl_clip=1e-3, or None for steps of any length.",
         )
 
 
 def both(intervals: Any) -> tuple[Schedule, Schedule]:
     """The two intervals of a preconditioner that decomposes what it has looked at."""
     if not isinstance(intervals, Sequence) or isinstance(intervals, str) or len(intervals) != 2:
-        raise ValueError(
-            explain(
-                f"intervals={intervals!r} are not two.",
-                "looking at curvature and preparing inverses cost differently, and happen in steps of their own.",
-                "pass two numbers, or functions of the step, such as intervals=(1, 10).",
-            )
+        raise value_error(
+            f"intervals={intervals!r} are not two.",
+            "looking at curvature and preparing inverses cost differently, and happen in steps of their own.",
+            "pass two numbers, or functions of the step, such as intervals=(1, 10).",
         )
     return constant(intervals[0], steps_of), constant(intervals[1], steps_of)

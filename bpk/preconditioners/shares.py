@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bpk.distributed.processes import are_several
 from bpk.distributed.statistics import shared_out
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.utils.damped import eigenvectors
 
 Place = tuple[str, int]
@@ -42,7 +42,7 @@ def decomposed(factors: Mapping[Place, Tensor], group: dist.ProcessGroup | None)
     for place, x in packed.items():
         if not x.isfinite().all():
             told = f"Rank {owners[place]} found no eigendecomposition of {name_of(place)}."
-            raise problems[0] if problems else ValueError(explain(told, "its own message says why.", "look there."))
+            raise problems[0] if problems else value_error(told, "its own message says why.", "look there.")
         found[place] = x[:, 0].contiguous(), x[:, 1:].contiguous()
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import type_error, value_error
 
 
 def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -37,12 +37,10 @@ def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[
     if not isinstance(vec, Tensor):
         raise TypeError(f"vector_to_parameter_list got {type(vec).__name__} as vector: pass torch.as_tensor(vec).")
     if vec.shape != (total,):
-        raise ValueError(
-            explain(
-                f"vector_to_parameter_list got shape {list(vec.shape)} for parameters with {total} entries.",
-                "every entry of the vector is one entry of a parameter.",
-                f"pass a vector of shape [{total}], for the same parameters (all of them, or the trainable ones).",
-            )
+        raise value_error(
+            f"vector_to_parameter_list got shape {list(vec.shape)} for parameters with {total} entries.",
+            "every entry of the vector is one entry of a parameter.",
+            f"pass a vector of shape [{total}], for the same parameters (all of them, or the trainable ones).",
         )
     pieces = vec.split([shape.numel() for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
@@ -64,11 +62,9 @@ def listed(function: str, tensors: Iterable[Tensor]) -> list[Tensor]:
     found = list(tensors) if isinstance(tensors, Iterable) else [tensors]
     for x in found:
         if not isinstance(x, Tensor) or x is tensors:
-            raise TypeError(
-                explain(
-                    f"{function} got {type(x).__name__} in the place of parameters.",
-                    "it takes several tensors, in an order.",
-                    "pass a list, or model.parameters().",
-                )
+            raise type_error(
+                f"{function} got {type(x).__name__} in the place of parameters.",
+                "it takes several tensors, in an order.",
+                "pass a list, or model.parameters().",
             )
     return found

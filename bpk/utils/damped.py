@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.eigendecomposition import eigh
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.numeric import wide
 from bpk.utils.kroneckers import apply_kfac_mat_prod, checked
 from bpk.utils.sparse_factors import diagonal, sparse_diagonal
@@ -90,12 +90,10 @@ def eigenvectors(factor: Tensor, where: str = "a Kronecker factor") -> tuple[Ten
 def positive_damping(damping: Any) -> float:
     """A damping that curvature can be inverted with; anything else is refused."""
     if not isinstance(damping, (Real, Tensor)) or not float(damping) > 0:
-        raise ValueError(
-            explain(
-                f"damping must be positive, got {damping!r}.",
-                "curvature has eigenvalues that are zero (Kronecker factors, where there are fewer samples than rows).",
-                "pass a positive number, such as damping=1e-3 (or a function of the step that returns one).",
-            )
+        raise value_error(
+            f"damping must be positive, got {damping!r}.",
+            "curvature has eigenvalues that are zero (Kronecker factors, where there are fewer samples than rows).",
+            "pass a positive number, such as damping=1e-3 (or a function of the step that returns one).",
         )
     return float(damping)
 

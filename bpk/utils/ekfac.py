@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import type_error, value_error
 from bpk.utils.damped import eigenvectors, times_in_bases
 from bpk.utils.kroneckers import checked, kfacs_to_mat
 from bpk.utils.sparse_factors import dense, is_diagonal
@@ -35,12 +35,10 @@ def checked_block(ekfac: Eigenbasis) -> Eigenbasis:
         what = type(ekfac).__name__
         if isinstance(ekfac, Eigenbasis):
             what = f"bases of {[len(basis) for basis in ekfac.bases]} with moments {list(ekfac.moments.shape)}"
-        raise TypeError(
-            explain(
-                f"An eigenvalue-corrected block was expected, got {what}.",
-                "it has bases of Kronecker factors, and moments in them, one for each of their products.",
-                "pass what EKFAC saves, parameter.ekfac, or kfacs_to_ekfac(parameter.kfac).",
-            )
+        raise type_error(
+            f"An eigenvalue-corrected block was expected, got {what}.",
+            "it has bases of Kronecker factors, and moments in them, one for each of their products.",
+            "pass what EKFAC saves, parameter.ekfac, or kfacs_to_ekfac(parameter.kfac).",
         )
     return ekfac
 
@@ -84,12 +82,10 @@ def inv_ekfac_mat_prod(ekfac: Eigenbasis, shift: float = 0.0) -> Callable[[Tenso
         raise TypeError(f"shift must be a number, got {shift!r}.")
     shifted = ekfac.moments + shift
     if not bool((shifted > 0).all()):
-        raise ValueError(
-            explain(
-                f"Second moments of shape {list(shifted.shape)} plus shift={shift:g} are not all positive.",
-                "directions that no sample has moved have the moment zero.",
-                "pass a positive shift, for example shift=1e-3.",
-            )
+        raise value_error(
+            f"Second moments of shape {list(shifted.shape)} plus shift={shift:g} are not all positive.",
+            "directions that no sample has moved have the moment zero.",
+            "pass a positive shift, for example shift=1e-3.",
         )
     return lambda mat: times_in_bases(ekfac.bases, 1 / shifted, mat)
 
@@ -126,11 +122,9 @@ def bases_of(model: nn.Module, factors: Mapping[str, Sequence[Tensor]]) -> dict[
     params = dict(model.named_parameters())
     unknown = sorted(set(factors) - set(params))
     if unknown:
-        raise ValueError(
-            explain(
-                f"Factors are given for {', '.join(unknown)}.",
-                f"{type(model).__name__} has no such parameters.",
-                "pass factors by the names of model.named_parameters(), such as bpk.accumulate(...).field('kfac').",
-            )
+        raise value_error(
+            f"Factors are given for {', '.join(unknown)}.",
+            f"{type(model).__name__} has no such parameters.",
+            "pass factors by the names of model.named_parameters(), such as bpk.accumulate(...).field('kfac').",
         )
     return {params[name]: kfacs_to_ekfac(mine).bases for name, mine in factors.items()}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from bpk.hessianfree.ggnvp import ggn_vector_product_from_plist
 from bpk.hessianfree.hvp import hessian_vector_product
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, runtime_error
 
 MEAN, STD = 0.1307, 0.3081
 """Mean and standard deviation of MNIST's pixels, with which images are normalised."""
@@ -56,12 +56,10 @@ def small_digits(reason: str) -> Dataset[Any]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise RuntimeError(
-            explain(
-                "No handwritten digits are at hand.",
-                f"MNIST could not be loaded ({reason}), and scikit-learn is not installed.",
-                "pip install torchvision (with a connection to download MNIST), or pip install scikit-learn.",
-            )
+        raise runtime_error(
+            "No handwritten digits are at hand.",
+            f"MNIST could not be loaded ({reason}), and scikit-learn is not installed.",
+            "pip install torchvision (with a connection to download MNIST), or pip install scikit-learn.",
         ) from error
     warnings.warn(
         f"MNIST could not be loaded ({reason}): using the 8 x 8 digits of scikit-learn, scaled to 28 x 28.",

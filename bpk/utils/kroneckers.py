@@ -17,7 +17,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import type_error, value_error
 from bpk.jacobians.core.numeric import wide
 from bpk.utils.sparse_factors import dense, diagonal, sparse_diagonal
 
@@ -91,21 +91,17 @@ def apply_kfac_mat_prod(factors: Sequence[Tensor], mat: Tensor) -> Tensor:
     total = torch.Size(sizes).numel()
     if not isinstance(mat, Tensor) or {mat.dtype} != {f.dtype for f in factors}:
         got = f"a tensor of {mat.dtype}" if isinstance(mat, Tensor) else type(mat).__name__
-        raise TypeError(
-            explain(
-                f"A Kronecker product of {', '.join(str(f.dtype) for f in factors)} cannot multiply {got}.",
-                "factors and vectors are tensors of one type.",
-                f"pass a tensor [{total}] or [{total}, V]; mat.to(factors[0].dtype) converts one.",
-            )
+        raise type_error(
+            f"A Kronecker product of {', '.join(str(f.dtype) for f in factors)} cannot multiply {got}.",
+            "factors and vectors are tensors of one type.",
+            f"pass a tensor [{total}] or [{total}, V]; mat.to(factors[0].dtype) converts one.",
         )
     if mat.dim() not in (1, 2) or mat.shape[0] != total:
-        raise ValueError(
-            explain(
-                f"A Kronecker product of sizes {sizes} cannot multiply a tensor of shape {list(mat.shape)}.",
-                f"its matrix has {total} columns.",
-                f"pass a vector of shape [{total}], or columns of shape [{total}, V]. For columns [V, *p] write "
-                "mat.flatten(1).T.",
-            )
+        raise value_error(
+            f"A Kronecker product of sizes {sizes} cannot multiply a tensor of shape {list(mat.shape)}.",
+            f"its matrix has {total} columns.",
+            f"pass a vector of shape [{total}], or columns of shape [{total}, V]. For columns [V, *p] write "
+            "mat.flatten(1).T.",
         )
     columns = mat.reshape(*sizes, -1)
     for axis, factor in enumerate(factors):
@@ -155,20 +151,16 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
         shift = shift.tolist()
     shifts = shift if isinstance(shift, Sequence) and not isinstance(shift, str) else [shift] * len(factors)
     if not all(s is None or isinstance(s, Real) for s in shifts):
-        raise TypeError(
-            explain(
-                f"inv_kfacs got shift={shift!r}.",
-                "it is added to the diagonals of the factors.",
-                "pass one number for all factors, or one for each.",
-            )
+        raise type_error(
+            f"inv_kfacs got shift={shift!r}.",
+            "it is added to the diagonals of the factors.",
+            "pass one number for all factors, or one for each.",
         )
     if len(shifts) != len(factors):
-        raise ValueError(
-            explain(
-                f"inv_kfacs got {len(shifts)} shifts for {len(factors)} factors.",
-                "each factor has its own diagonal.",
-                "pass one number for all factors, or one for each.",
-            )
+        raise value_error(
+            f"inv_kfacs got {len(shifts)} shifts for {len(factors)} factors.",
+            "each factor has its own diagonal.",
+            "pass one number for all factors, or one for each.",
         )
     return [inverse(f, 0.0 if s is None else s) for f, s in zip(factors, shifts, strict=True)]
 
@@ -180,13 +172,10 @@ def inverse(factor: Tensor, shift: float) -> Tensor:
     shifted = wide(factor) + shift * torch.eye(len(factor), dtype=wide(factor).dtype, device=factor.device)
     found, info = torch.linalg.inv_ex(shifted)
     if info.any():
-        raise ValueError(
-            explain(
-                f"A Kronecker factor of shape {list(factor.shape)} is singular"
-                f"{f' with shift {shift}' if shift else ''}.",
-                "it is a sum over few samples, or a unit of the layer is always zero.",
-                "pass a positive shift, for example shift=1e-3.",
-            )
+        raise value_error(
+            f"A Kronecker factor of shape {list(factor.shape)} is singular{f' with shift {shift}' if shift else ''}.",
+            "it is a sum over few samples, or a unit of the layer is always zero.",
+            "pass a positive shift, for example shift=1e-3.",
         )
     return found.to(factor.dtype)
 
@@ -200,12 +189,10 @@ def checked(factors: Sequence[Tensor]) -> list[Tensor]:
     shapes = [list(f.shape) if isinstance(f, Tensor) else type(f).__name__ for f in given]
     one = isinstance(factors, Tensor)  # whose rows would be taken for factors
     if one or not given or not all(map(is_square, given)):
-        raise ValueError(
-            explain(
-                f"Kronecker factors must be square matrices, got {'one tensor, of ' * one}shapes {shapes}.",
-                "a Kronecker-factored block of curvature is a product of at least one.",
-                "pass a list, such as what KFAC saves: parameter.kfac.",
-            )
+        raise value_error(
+            f"Kronecker factors must be square matrices, got {'one tensor, of ' * one}shapes {shapes}.",
+            "a Kronecker-factored block of curvature is a product of at least one.",
+            "pass a list, such as what KFAC saves: parameter.kfac.",
         )
     return given
 

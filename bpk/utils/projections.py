@@ -10,7 +10,7 @@ from reprlib import repr
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import counted, explain
+from bpk.jacobians.core.errors import counted, value_error
 
 KINDS = ("gaussian", "rademacher", "sparse", "factored")
 
@@ -71,11 +71,9 @@ def sides(k: int | tuple[int, int], kind: str) -> tuple[int, int]:
     given = (counted(k[0]) or 0, counted(k[1]) or 0) if isinstance(k, tuple) and two else (one, 1)
     pair = (isqrt(one),) * 2 if not two and kind == "factored" else given
     if not all(given) or (kind != "factored" and pair[1] > 1) or pair[0] * pair[1] != given[0] * given[1]:
-        raise ValueError(
-            explain(
-                f"k={repr(k)} is no size of a {kind} projection.",
-                "it is a whole number of at least 1; of a factored one, a square number or a pair (k_o, k_i).",
-                "write for example ProjectedGrad(k=64) or ProjectedGrad(k=(4, 16), kind='factored').",
-            )
+        raise value_error(
+            f"k={repr(k)} is no size of a {kind} projection.",
+            "it is a whole number of at least 1; of a factored one, a square number or a pair (k_o, k_i).",
+            "write for example ProjectedGrad(k=64) or ProjectedGrad(k=(4, 16), kind='factored').",
         )
     return pair

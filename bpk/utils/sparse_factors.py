@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 
 def sparse_diagonal(values: Tensor) -> Tensor:
@@ -19,12 +19,10 @@ def diagonal(sparse: Tensor) -> Tensor:
     entries = sparse.to_sparse_coo().coalesce()
     row, column = entries.indices()
     if not torch.equal(row, column):
-        raise ValueError(
-            explain(
-                "A sparse Kronecker factor has entries off its diagonal.",
-                "only sparse diagonal matrices are inverted without building them densely.",
-                "pass factor.to_dense().",
-            )
+        raise value_error(
+            "A sparse Kronecker factor has entries off its diagonal.",
+            "only sparse diagonal matrices are inverted without building them densely.",
+            "pass factor.to_dense().",
         )
     return entries.values().new_zeros(len(sparse)).index_add(0, row, entries.values())
 

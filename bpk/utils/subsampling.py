@@ -8,7 +8,7 @@ from reprlib import repr
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, type_error
 
 
 def subsample(tensor: Tensor, dim: int = 0, subsampling: Sequence[int] | None = None) -> Tensor:
@@ -26,12 +26,10 @@ def subsample(tensor: Tensor, dim: int = 0, subsampling: Sequence[int] | None = 
     except (TypeError, ValueError, RuntimeError):
         index = tensor.new_ones(1, dtype=torch.bool)
     if index.numel() and (index.dtype is torch.bool or index.is_floating_point()):
-        raise TypeError(
-            explain(
-                f"subsample got {repr(subsampling)} as indices.",
-                "each index names one sample of the batch; a mask, or a share of the batch, is none.",
-                "pass whole numbers from 0 to N - 1; of a mask, mask.nonzero().flatten().",
-            )
+        raise type_error(
+            f"subsample got {repr(subsampling)} as indices.",
+            "each index names one sample of the batch; a mask, or a share of the batch, is none.",
+            "pass whole numbers from 0 to N - 1; of a mask, mask.nonzero().flatten().",
         )
     index = index.long()
     size = tensor.shape[dim]

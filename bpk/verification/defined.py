@@ -12,7 +12,7 @@ from torch import Tensor
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.definition import Form
 from bpk.extensions.registry import REGISTRY
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.verification.definition import AtPlace
 from bpk.verification.place import Place, unravel
 from bpk.verification.problem import NoReference
@@ -206,11 +206,9 @@ def by_definition(extension: BackpropExtension) -> Check | None:
     try:
         form = extension.form
     except AttributeError as error:
-        raise ValueError(
-            explain(
-                f"{cls.__name__} has a definition and does not say what form its field has.",
-                "the form tells which numbers of the field and the definition belong together.",
-                "declare form = Form.BATCH (for [*p]), Form.SAMPLES (for [N, *p]), or another one.",
-            )
+        raise value_error(
+            f"{cls.__name__} has a definition and does not say what form its field has.",
+            "the form tells which numbers of the field and the definition belong together.",
+            "declare form = Form.BATCH (for [*p]), Form.SAMPLES (for [N, *p]), or another one.",
         ) from error
     return OTHERS.get(form, Entries)(extension)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bpk.extending import detach
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 
 def duplicate(module: nn.Module, dtype: torch.dtype | None) -> Any:
@@ -20,12 +20,10 @@ def duplicate(module: nn.Module, dtype: torch.dtype | None) -> Any:
         with WithoutGraphs():
             made = copy.deepcopy(module)
     except Exception as error:
-        raise ValueError(
-            explain(
-                f"{type(module).__name__} cannot be copied (copy.deepcopy): {error}",
-                "verify works on a copy, so that the model stays as it is.",
-                "pass a freshly built model, before its first forward pass.",
-            )
+        raise value_error(
+            f"{type(module).__name__} cannot be copied (copy.deepcopy): {error}",
+            "verify works on a copy, so that the model stays as it is.",
+            "pass a freshly built model, before its first forward pass.",
         ) from error
     for child in made.modules():
         detach(child)

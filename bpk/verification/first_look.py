@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.nested import tensors_in
 from bpk.recording.context.surroundings import is_scripted
 from bpk.verification.objective import gradients_of
@@ -32,12 +32,10 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor], torch.dtype
     try:
         output = problem.predict()
     except Exception as error:  # whatever the user's model raises
-        raise ValueError(
-            explain(
-                f"The forward pass of a copy of {type(problem.model).__name__} fails: {error}",
-                "verify works on a copy, by default in torch.float64, with inputs to match.",
-                "pass dtype=None to keep the model's own precision, and data that the model takes.",
-            )
+        raise value_error(
+            f"The forward pass of a copy of {type(problem.model).__name__} fails: {error}",
+            "verify works on a copy, by default in torch.float64, with inputs to match.",
+            "pass dtype=None to keep the model's own precision, and data that the model takes.",
         ) from error
     finally:
         for hook in hooks:
@@ -46,15 +44,13 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor], torch.dtype
         loss = problem.objective(output)
     except Exception as error:  # whatever the user's loss raises
         given = in_words(problem.targets[0] if len(problem.targets) == 1 else problem.targets)
-        raise ValueError(
-            explain(
-                f"{type(problem.loss).__name__} fails for what {type(problem.model).__name__} returns "
-                f"and {'these targets' if problem.targets else 'no targets'}: {error}",
-                f"that is {in_words(output)}; the targets are {given if problem.targets else 'none'}. "
-                "The loss is called as loss(output, *targets), "
-                "or as loss(*output, *targets) where it takes that many arguments.",
-                "pass targets of the shape and dtype that the loss takes beside this output, or another loss module.",
-            )
+        raise value_error(
+            f"{type(problem.loss).__name__} fails for what {type(problem.model).__name__} returns "
+            f"and {'these targets' if problem.targets else 'no targets'}: {error}",
+            f"that is {in_words(output)}; the targets are {given if problem.targets else 'none'}. "
+            "The loss is called as loss(output, *targets), "
+            "or as loss(*output, *targets) where it takes that many arguments.",
+            "pass targets of the shape and dtype that the loss takes beside this output, or another loss module.",
         ) from error
     require_scalar(problem, loss)
     trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
@@ -68,12 +64,10 @@ def require_scalar(problem: Problem, loss: object) -> None:
     """Refuse a loss that is no scalar."""
     if not isinstance(loss, Tensor) or loss.dim() > 0:
         what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            explain(
-                f"verify(...) needs a scalar loss; {type(problem.loss).__name__} returned {what}.",
-                "second-order quantities are those of one scalar objective.",
-                "use reduction='mean' or reduction='sum'.",
-            )
+        raise value_error(
+            f"verify(...) needs a scalar loss; {type(problem.loss).__name__} returned {what}.",
+            "second-order quantities are those of one scalar objective.",
+            "use reduction='mean' or reduction='sum'.",
         )
 
 

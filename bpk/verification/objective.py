@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
@@ -99,12 +99,10 @@ class Objective:
         """
         kept = [k for k, g in zip(self.live, gradients_of(self.value, self.outputs), strict=True) if g is not None]
         if not kept:
-            raise ValueError(
-                explain(
-                    f"verify(...): the loss does not depend on what the model returned ({type(self.output).__name__}).",
-                    "the loss is a function of the tensors of real numbers that the model returns.",
-                    "return them from forward(), as a tensor, a tuple, a list, a dict or a dataclass.",
-                )
+            raise value_error(
+                f"verify(...): the loss does not depend on what the model returned ({type(self.output).__name__}).",
+                "the loss is a function of the tensors of real numbers that the model returns.",
+                "return them from forward(), as a tensor, a tuple, a list, a dict or a dataclass.",
             )
         points = self.points(self.output, kept, self.problem.objective, lambda output: output)
         return replace(points, loss=self.problem.loss if is_loss(self.problem.loss) and len(kept) == 1 else None)

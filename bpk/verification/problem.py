@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.nested import mapped, tensors_in
 from bpk.jacobians.second_order.fused import group_norm
 from bpk.jacobians.second_order.stand_ins import StandIns
@@ -49,20 +49,16 @@ class Arguments:
         args = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         sizes = [x.shape[axis] for x in tensors_in([*args, *named.values()]) if x.dim() > axis]
         if not sizes:
-            raise ValueError(
-                explain(
-                    f"There is no input with a batch axis {axis}: {type(inputs).__name__}.",
-                    "the number of samples is read from the first input tensor that has this axis.",
-                    "pass a tensor, a tuple of the arguments of forward(), or a dict of named ones; see batch_axis=.",
-                )
+            raise value_error(
+                f"There is no input with a batch axis {axis}: {type(inputs).__name__}.",
+                "the number of samples is read from the first input tensor that has this axis.",
+                "pass a tensor, a tuple of the arguments of forward(), or a dict of named ones; see batch_axis=.",
             )
         if not sizes[0]:
-            raise ValueError(
-                explain(
-                    f"The batch is empty: the first input has no entries along axis {axis}.",
-                    "quantities are those of samples.",
-                    "pass some samples; see batch_axis=.",
-                )
+            raise value_error(
+                f"The batch is empty: the first input has no entries along axis {axis}.",
+                "quantities are those of samples.",
+                "pass some samples; see batch_axis=.",
             )
         return cls(args, named, int(axis), sizes[0])
 
@@ -90,12 +86,10 @@ def require_names(model: nn.Module, named: Mapping[str, Any]) -> None:
             inspect.signature(model.forward).bind(**named)
     except TypeError as error:
         kind = type(model).__name__
-        raise ValueError(
-            explain(
-                f"The inputs {list(named)} do not name the arguments of {kind}.forward: {error}.",
-                "a dict as inputs is taken for arguments by name.",
-                f"name those of {kind}.forward; if it takes the dict itself, pass a tuple: (inputs,).",
-            )
+        raise value_error(
+            f"The inputs {list(named)} do not name the arguments of {kind}.forward: {error}.",
+            "a dict as inputs is taken for arguments by name.",
+            f"name those of {kind}.forward; if it takes the dict itself, pass a tuple: (inputs,).",
         ) from None
 
 
@@ -125,12 +119,10 @@ class Problem:
         """From what the user has."""
         for what, module in (("model", model), ("loss", loss)):
             if not isinstance(module, nn.Module):
-                raise ValueError(
-                    explain(
-                        f"The {what} is {kind_of(module)}, which is no module (nn.Module).",
-                        "model and loss are extended, which takes modules.",
-                        "use for example nn.CrossEntropyLoss() instead of a function or of the class.",
-                    )
+                raise value_error(
+                    f"The {what} is {kind_of(module)}, which is no module (nn.Module).",
+                    "model and loss are extended, which takes modules.",
+                    "use for example nn.CrossEntropyLoss() instead of a function or of the class.",
                 )
         assert loss is not None
         given = () if targets is None else tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)

@@ -13,7 +13,7 @@ from bpk.context import check_extension
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.options import positive, seeding
 from bpk.extensions.registry import every_extension
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.verification.assemble import rows
 from bpk.verification.compare import Effort
 from bpk.verification.forward import DERIVATIVES, Derivative, derivatives_of
@@ -118,12 +118,10 @@ def verify(
     3 ok
     """
     if isinstance(targets, BackpropExtension) or any(targets is function for function in FUNCTIONS):
-        raise ValueError(
-            explain(
-                f"verify(...) got {getattr(targets, '__name__', targets)} as targets.",
-                "quantities are named behind them.",
-                "pass None as targets, where there are none: verify(model, None, x, None, bpk.laplacian).",
-            )
+        raise value_error(
+            f"verify(...) got {getattr(targets, '__name__', targets)} as targets.",
+            "quantities are named behind them.",
+            "pass None as targets, where there are none: verify(model, None, x, None, bpk.laplacian).",
         )
     forward = [e for e in extensions if e in DERIVATIVES] if extensions or loss is not None else list(DERIVATIVES)
     kernels = [e for e in extensions if e in OF_MODELS]

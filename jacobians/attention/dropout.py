@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.random_state import RandomState
 
 REASON = "it drops attention weights at random, and which ones is not known after the forward pass."
@@ -21,7 +21,7 @@ WAY_OUT = (
 
 def unknown(name: str) -> UnsupportedLayer:
     """What is raised where the mask cannot be had."""
-    return UnsupportedLayer(explain(f"{name} cannot be differentiated.", REASON, WAY_OUT))
+    return UnsupportedLayer(f"{name} cannot be differentiated.", REASON, WAY_OUT)
 
 
 def redrawn(before: RandomState, rate: float, weights: Tensor, dtype: torch.dtype) -> Tensor:

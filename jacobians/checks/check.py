@@ -68,16 +68,14 @@ def check_rule(
     """
     if not isinstance(rule, Rule):
         do = "pass the rule, such as Elementwise('tanh(x)', MyTanh), not the layer or a class."
-        raise RuleError(explain(f"{rule!r} is no rule.", "it is rules that have derivatives and examples.", do))
+        raise RuleError(f"{rule!r} is no rule.", "it is rules that have derivatives and examples.", do)
     chosen = tuple(rule.examples if examples is None else examples)
     report = Report(rule.name)
     if not chosen:
         raise RuleError(
-            explain(
-                f"{rule.name} has no examples, so nothing of it can be checked.",
-                "tests and documentation are generated from a rule's examples.",
-                "give examples=[case(Layer, *arguments, shape=(3, 4))], or pass them to check_rule.",
-            )
+            f"{rule.name} has no examples, so nothing of it can be checked.",
+            "tests and documentation are generated from a rule's examples.",
+            "give examples=[case(Layer, *arguments, shape=(3, 4))], or pass them to check_rule.",
         )
     with RandomState.now().again():
         built = [example for example in chosen if _builds(example, report)]
@@ -104,7 +102,7 @@ def check_rule(
         raise RuleError(report.message(SHOWN))
     if not report.checks and torch.float64 in dtypes:  # torch evaluates some layers in no shorter format
         what, do = f"Nothing of {rule.name} could be checked.", "give examples to which this does not apply."
-        raise RuleError(explain(what, f"{'; '.join(report.skipped)}.", do))
+        raise RuleError(what, f"{'; '.join(report.skipped)}.", do)
     return report
 
 
@@ -132,11 +130,9 @@ def _require_names(rule: Rule, chosen: Sequence[Example]) -> None:
             return
     missing = sorted(named - known)
     raise RuleError(
-        explain(
-            f"{rule.name} names a parameter that no module of its examples has: {', '.join(map(repr, missing))}.",
-            f"a layer's parameters are found by name; the modules here have {sorted(known) or 'none'}.",
-            "correct the name in params=(...), or give an example whose module has the parameter.",
-        )
+        f"{rule.name} names a parameter that no module of its examples has: {', '.join(map(repr, missing))}.",
+        f"a layer's parameters are found by name; the modules here have {sorted(known) or 'none'}.",
+        "correct the name in params=(...), or give an example whose module has the parameter.",
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core import engine
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.nested import tensors_in
 
 INSIDE = "module"
@@ -68,11 +68,9 @@ class Unhooked(nn.Module):
                 hook(module, args)
         if versions != [x._version for x in tensors]:
             raise UnsupportedLayer(
-                explain(
-                    f"A forward pre-hook of {type(module).__name__} changes its input in place.",
-                    "the layer is evaluated again, and the hook would change the input once more.",
-                    "let the hook return what the layer is to be given.",
-                )
+                f"A forward pre-hook of {type(module).__name__} changes its input in place.",
+                "the layer is evaluated again, and the hook would change the input once more.",
+                "let the hook return what the layer is to be given.",
             )
         return module.forward(*args, **kwargs)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint
 from typing import Any, Generic, TypeVar
 
-from bpk.jacobians.core.errors import explain, warn
+from bpk.jacobians.core.errors import explain, value_error, warn
 
 T = TypeVar("T")
 
@@ -52,12 +52,10 @@ class Collected(ABC, Generic[T]):
         """Take one out again."""
         self.fill()
         if member not in self._members:
-            raise ValueError(
-                explain(
-                    f"{member!r} is not registered.",
-                    "what is taken out is the object that was added, not another one like it.",
-                    "keep what you add (rule = bpk.register(...)), and pass that.",
-                )
+            raise value_error(
+                f"{member!r} is not registered.",
+                "what is taken out is the object that was added, not another one like it.",
+                "keep what you add (rule = bpk.register(...)), and pass that.",
             )
         self._members.remove(member)
         self._owners = {key: m for key, m in self._owners.items() if m is not member}

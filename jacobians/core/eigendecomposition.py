@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.engine import is_transformed
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.numeric import is_finite, wide
 
 JITTERS = (1e-10, 1e-8, 1e-6, 1e-4)
@@ -40,20 +40,16 @@ def eigh(matrices: Tensor, where: str = "a matrix") -> tuple[Tensor, Tensor]:
         if is_transformed() or (is_finite(values) and is_finite(vectors)):  # CUDA may give NaN instead
             return values.to(matrices), vectors.to(matrices)
     if not matrices.isfinite().all():
-        raise ValueError(
-            explain(
-                f"{where} of shape {list(matrices.shape)} has entries that are not finite.",
-                "a loss or a gradient before it was NaN or infinite.",
-                "look for the first batch whose loss is not finite; in training, lower the learning rate or raise the "
-                "damping.",
-            )
+        raise value_error(
+            f"{where} of shape {list(matrices.shape)} has entries that are not finite.",
+            "a loss or a gradient before it was NaN or infinite.",
+            "look for the first batch whose loss is not finite; in training, lower the learning rate or raise the "
+            "damping.",
         )
-    raise ValueError(
-        explain(
-            f"No eigendecomposition of {where} of shape {list(matrices.shape)} was found.",
-            f"float64 on the processor, with up to {JITTERS[-1]} of its mean size added to the diagonal, failed too.",
-            "look at its entries: they may span too many orders of magnitude.",
-        )
+    raise value_error(
+        f"No eigendecomposition of {where} of shape {list(matrices.shape)} was found.",
+        f"float64 on the processor, with up to {JITTERS[-1]} of its mean size added to the diagonal, failed too.",
+        "look at its entries: they may span too many orders of magnitude.",
     )
 
 

@@ -79,12 +79,33 @@ def warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=1 + level if frame is not None else 2)
 
 
+def value_error(what: str, why: str = "", do: str = "") -> ValueError:
+    """An argument has a wrong value, in the words of `explain`."""
+    return ValueError(explain(what, why, do))
+
+
+def type_error(what: str, why: str = "", do: str = "") -> TypeError:
+    """An argument has a wrong type."""
+    return TypeError(explain(what, why, do))
+
+
+def runtime_error(what: str, why: str = "", do: str = "") -> RuntimeError:
+    """Something happened at the wrong time, or in the wrong order."""
+    return RuntimeError(explain(what, why, do))
+
+
 class UnsupportedLayer(NotImplementedError):
-    """A quantity cannot be computed for, or cannot pass, a layer."""
+    """A quantity cannot be computed for, or cannot pass, a layer, in the words of `explain`."""
+
+    def __init__(self, what: str, why: str = "", do: str = "", where: str = "") -> None:
+        super().__init__(explain(what, why, do, where))
 
 
 class RuleError(ValueError):
-    """A rule is registered twice, incomplete, or its products disagree."""
+    """A rule is registered twice, incomplete, or its products disagree, in the words of `explain`."""
+
+    def __init__(self, what: str, why: str = "", do: str = "", where: str = "") -> None:
+        super().__init__(explain(what, why, do, where))
 
 
 def require_declared(kind: str, modules: Sequence[Any], params: Sequence[str], examples: Sequence[Any]) -> None:
@@ -104,16 +125,14 @@ def require_declared(kind: str, modules: Sequence[Any], params: Sequence[str], e
         why = "examples are a list, of which there may be one."
         found = f"{kind}(...) got examples={examples!r}.", why, "write examples=[case(...)]."
     if found is not None:
-        raise RuleError(explain(*found))
+        raise RuleError(*found)
 
 
 def require_distinct(rule: str, params: Sequence[str]) -> None:
     """Refuse a rule that names a parameter twice."""
     if len(set(params)) < len(params):
         raise RuleError(
-            explain(
-                f"{rule} names a parameter twice: {', '.join(params)}.",
-                "products with one of its uses would be taken for those with all.",
-                "take bpk.Autodiff, which differentiates all uses at a time.",
-            )
+            f"{rule} names a parameter twice: {', '.join(params)}.",
+            "products with one of its uses would be taken for those with all.",
+            "take bpk.Autodiff, which differentiates all uses at a time.",
         )

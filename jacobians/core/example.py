@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.errors import RuleError
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,9 @@ def case(
     if (shape is None) == (not shapes):
         name = getattr(layer, "__name__", str(layer))
         raise RuleError(
-            explain(
-                f"The example of {name} has {'no shape' if shape is None else 'shape= and shapes='}.",
-                "inputs are drawn in the shapes that it gives.",
-                f"write case({name}, ..., shape=(4, 3)), or shapes=((4, 3), (4, 2)) for two inputs.",
-            )
+            f"The example of {name} has {'no shape' if shape is None else 'shape= and shapes='}.",
+            "inputs are drawn in the shapes that it gives.",
+            f"write case({name}, ..., shape=(4, 3)), or shapes=((4, 3), (4, 2)) for two inputs.",
         )
     given = (tuple(shape),) if shape is not None else tuple(tuple(s) for s in shapes)
     return Example(layer, given, args, kwargs, train, target, domain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 
 WHOLE = 4096
 """Up to so many entries a parameter of several axes without an input factor has a dense block; beyond, its diagonal."""
@@ -23,9 +23,7 @@ def require_room(rows: int, param: Tensor) -> None:
     size = rows * rows * param.element_size()
     if size > LARGEST:
         raise UnsupportedLayer(
-            explain(
-                f"A Kronecker factor [{rows}, {rows}] of a parameter {list(param.shape)} would take {size:,} bytes.",
-                f"it is a dense matrix, and more than {LARGEST:,} bytes are not allocated.",
-                "freeze the parameter (requires_grad=False), or use DiagGGNExact or DiagGGNMC for it.",
-            )
+            f"A Kronecker factor [{rows}, {rows}] of a parameter {list(param.shape)} would take {size:,} bytes.",
+            f"it is a dense matrix, and more than {LARGEST:,} bytes are not allocated.",
+            "freeze the parameter (requires_grad=False), or use DiagGGNExact or DiagGGNMC for it.",
         )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
+from bpk.jacobians.core.errors import RuleError, UnsupportedLayer
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.gemm import outer_products
 from bpk.jacobians.core.numeric import linear, products
@@ -52,11 +52,9 @@ class Contraction(Affine):
         fits = all(len(part) == 2 and part[0] == "..." for part in (*inputs, right.split()))
         if not fits or sorted(axes) != sorted(weight) or len(set(axes)) < len(axes):
             raise RuleError(
-                explain(
-                    f"'{pattern}' is not the pattern of a linear layer.",
-                    "each input and the output have one axis behind '...', and the weight has all of these.",
-                    "write, e.g., '... i, o i -> ... o'; for other patterns, a Multilinear.",
-                )
+                f"'{pattern}' is not the pattern of a linear layer.",
+                "each input and the output have one axis behind '...', and the weight has all of these.",
+                "write, e.g., '... i, o i -> ... o'; for other patterns, a Multilinear.",
             )
         self.pattern = pattern
         self.order = [weight.index(name) for name in axes]
@@ -120,7 +118,7 @@ class Contraction(Affine):
     def as_columns(self, call: Call, mat: Tensor) -> Tensor:
         if call.output.dim() < 2:
             what = f"{self.name} has no individual gradients."
-            raise UnsupportedLayer(explain(what, NO_BATCH + ".", "add one: x.unsqueeze(0)."))
+            raise UnsupportedLayer(what, NO_BATCH + ".", "add one: x.unsqueeze(0).")
         positions = mat.shape[2:-1].numel()
         return mat.reshape(*mat.shape[:2], positions, mat.shape[-1]).transpose(2, 3)[:, :, None]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import name_of
-from bpk.jacobians.core.errors import RuleError, UnsupportedLayer, explain
+from bpk.jacobians.core.errors import RuleError, UnsupportedLayer
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.numeric import is_differentiated
@@ -90,11 +90,9 @@ class Elementwise(Pointwise):
         super().__init__(*(modules or (function_layer(functions),)), functions=functions)
         if isinstance(expression, str) is bool(choose):
             raise RuleError(
-                explain(
-                    f"{self.name} has {'one expression' if choose else 'several expressions'}.",
-                    "choose= names the option that selects among several expressions, and goes with a mapping.",
-                    "write Elementwise({'none': '...', 'tanh': '...'}, ..., choose='approximate').",
-                )
+                f"{self.name} has {'one expression' if choose else 'several expressions'}.",
+                "choose= names the option that selects among several expressions, and goes with a mapping.",
+                "write Elementwise({'none': '...', 'tanh': '...'}, ..., choose='approximate').",
             )
         self.expressions = {"": expression} if isinstance(expression, str) else dict(expression)
         self.choose = choose
@@ -103,9 +101,7 @@ class Elementwise(Pointwise):
         self.kernel = kernel
         used = {name for text in self.expressions.values() for name in hyperparameters(text)}
         if unused := sorted(set(self.hyper) - used):
-            raise RuleError(
-                explain(f"{self.name} sets {', '.join(unused)}.", "the expression has no such name.", "drop it.")
-            )
+            raise RuleError(f"{self.name} sets {', '.join(unused)}.", "the expression has no such name.", "drop it.")
         self.examples = tuple(examples) or self._default_examples(positive)
 
     def _default_examples(self, positive: bool) -> tuple[Example, ...]:
@@ -123,11 +119,9 @@ class Elementwise(Pointwise):
         choice = self._read(options, self.choose)
         if choice not in self.expressions:
             raise RuleError(
-                explain(
-                    f"{self.name} has no expression for {self.choose}={choice!r}.",
-                    f"known are {', '.join(map(repr, self.expressions))}.",
-                    "add the expression to the rule.",
-                )
+                f"{self.name} has no expression for {self.choose}={choice!r}.",
+                f"known are {', '.join(map(repr, self.expressions))}.",
+                "add the expression to the rule.",
             )
         return self.expressions[choice]
 
@@ -144,11 +138,9 @@ class Elementwise(Pointwise):
         for name, value in zip(derived.hyper, values, strict=True):
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise UnsupportedLayer(
-                    explain(
-                        f"{self.name} has the hyperparameter {name} of shape {list(value.shape)}.",
-                        "an expression has numbers as hyperparameters.",
-                        "describe the layer by bpk.Autodiff, or with one number.",
-                    )
+                    f"{self.name} has the hyperparameter {name} of shape {list(value.shape)}.",
+                    "an expression has numbers as hyperparameters.",
+                    "describe the layer by bpk.Autodiff, or with one number.",
                 )
         return [float(value) for value in values]
 
@@ -158,11 +150,9 @@ class Elementwise(Pointwise):
             return getattr(options, name)
         except AttributeError as error:
             raise RuleError(
-                explain(
-                    f"{self.name} reads '{name}', which {type(options).__name__} does not have.",
-                    "names in an expression other than x are attributes of the layer.",
-                    f"correct the name, set it in __init__, or pass hyper={{'{name}': value}}.",
-                )
+                f"{self.name} reads '{name}', which {type(options).__name__} does not have.",
+                "names in an expression other than x are attributes of the layer.",
+                f"correct the name, set it in __init__, or pass hyper={{'{name}': value}}.",
             ) from error
 
     def _derivative(self, call: Call, order: int) -> Tensor:
@@ -217,7 +207,7 @@ class Elementwise(Pointwise):
 def function_layer(functions: Collection[Any]) -> type[nn.Module]:
     """The class of layers that apply the first of these functions to every entry."""
     if not functions:
-        raise RuleError(explain("A rule without modules and functions.", "nothing leads to it.", "name a class."))
+        raise RuleError("A rule without modules and functions.", "nothing leads to it.", "name a class.")
     function = next(iter(functions))
 
     def apply(x: Tensor, /) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt, once
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import chunks, wide
 from bpk.jacobians.core.outer import Outer, Some
 from bpk.jacobians.families.linear_in_each import LinearInEach
@@ -90,7 +90,7 @@ class TableLookup(LinearInEach):
         found = refusal(call.options)
         if found is not None:
             reason, do = found
-            raise UnsupportedLayer(explain(f"{self.name} cannot be handled with these options.", f"{reason}.", do))
+            raise UnsupportedLayer(f"{self.name} cannot be handled with these options.", f"{reason}.", do)
         return self.selected(call).long()
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:

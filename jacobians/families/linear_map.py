@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.elementwise import Pointwise
@@ -214,11 +214,9 @@ class RandomScale(ZeroResidual, Pointwise):
                 return torch.zeros_like(call.output)
             if call.pull is None:
                 raise UnsupportedLayer(
-                    explain(
-                        f"{self.name}: what it drew in the forward pass is not known.",
-                        "random numbers cannot be drawn twice, and were not recorded during the backward pass.",
-                        "compute the quantity during backward(), or call eval() on this layer.",
-                    )
+                    f"{self.name}: what it drew in the forward pass is not known.",
+                    "random numbers cannot be drawn twice, and were not recorded during the backward pass.",
+                    "compute the quantity during backward(), or call eval() on this layer.",
                 )
             return call.pull(torch.ones_like(call.output)).detach()
 

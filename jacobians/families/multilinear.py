@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.broadcast import collect, spread
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.families.linear_in_each import LinearInEach
 
@@ -76,7 +76,7 @@ class Multilinear(LinearInEach):
         if why := self._misfit(values, operands):
             shapes = ", ".join(str(list(x.shape)) for x in values)
             what = f"'{self.pattern}' does not fit operands of shapes {shapes}."
-            raise RuleError(explain(what, why, "correct the pattern or the operands."))
+            raise RuleError(what, why, "correct the pattern or the operands.")
         return values, operands, _written_out(self._result, count)
 
     def _misfit(self, values: Sequence[Tensor], operands: Sequence[Axes]) -> str | None:
@@ -164,9 +164,7 @@ def _parse(pattern: str, params: int) -> tuple[list[Axes], Axes]:
     elif wrong := [word for part in operands for word in part if "." in word and word != ANY]:
         reason = f"'{wrong[0]}' is no name of an axis ('{ANY}' is a word by itself)."
     if reason:
-        raise RuleError(
-            explain(f"'{pattern}' is not a multilinear pattern.", reason, "write, e.g., 'n t i, o i -> n t o'.")
-        )
+        raise RuleError(f"'{pattern}' is not a multilinear pattern.", reason, "write, e.g., 'n t i, o i -> n t o'.")
     return operands, out
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.families.linear_map import RandomScale
@@ -117,7 +117,7 @@ class Composite(Rule):
         if any(seen.axes) or seen.out_axis(0):
             reason, do = "its batch axis is not in front.", "move it there (batch_first=True), or call it by itself."
         if reason:
-            raise UnsupportedLayer(explain(f"{rule.name} cannot be a part of {type(self).__name__}.", reason, do))
+            raise UnsupportedLayer(f"{rule.name} cannot be a part of {type(self).__name__}.", reason, do)
 
     @abstractmethod
     def _evaluate(

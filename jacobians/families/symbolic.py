@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.functions import FUNCTIONS
 from bpk.jacobians.families.sympy_functions import algebra
 from bpk.jacobians.families.torch_code import compile_code, compile_single, print_code
@@ -78,19 +78,15 @@ def hyperparameters(expression: str) -> tuple[str, ...]:
     try:
         nodes = list(ast.walk(ast.parse(expression, mode="eval")))
     except SyntaxError as error:
-        raise RuleError(
-            explain(f"{expression!r} is not an expression.", str(error), "write e.g. 'x*sigmoid(x)'.")
-        ) from error
+        raise RuleError(f"{expression!r} is not an expression.", str(error), "write e.g. 'x*sigmoid(x)'.") from error
     called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     known = {*FUNCTIONS, *MACROS}
     if unknown := sorted(called - known):
         raise RuleError(
-            explain(
-                f"{expression!r} uses {', '.join(unknown)}.",
-                "this function has no derivative in the table.",
-                f"use {', '.join(sorted(known))}, or add it to FUNCTIONS with its derivative.",
-                "jacobians/core/functions.py",
-            )
+            f"{expression!r} uses {', '.join(unknown)}.",
+            "this function has no derivative in the table.",
+            f"use {', '.join(sorted(known))}, or add it to FUNCTIONS with its derivative.",
+            "jacobians/core/functions.py",
         )
     names = {n.id: None for n in nodes if isinstance(n, ast.Name)}
     return tuple(n for n in names if n != "x" and n not in known)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.functions import FUNCTIONS
 
 
@@ -167,7 +167,7 @@ class _Printer:
         if isinstance(e, sympy.Function) and type(e).__name__ in FUNCTIONS:
             name, argument = f"f_{type(e).__name__}", self.code(e.args[0])
             return f"{name}({argument})" if self.is_tensor(e) else f"scalar({name}, {argument})"
-        raise RuleError(explain(f"{e} cannot be written as torch code.", "", f"use {', '.join(FUNCTIONS)}, where."))
+        raise RuleError(f"{e} cannot be written as torch code.", "", f"use {', '.join(FUNCTIONS)}, where.")
 
     def _sum(self, e: Any) -> str:
         text = ""

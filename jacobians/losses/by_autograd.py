@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call, once
 from bpk.jacobians.core.eigendecomposition import eigh
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import safe_sqrt
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.side_by_side import beside, taken_apart
@@ -124,11 +124,9 @@ def blocks(rule: Rule, call: Call) -> tuple[Tensor, Tensor]:
         indices = couplings(rule, call).blocks().indices.to(call.inputs[0].device)
     if indices.shape[1] > LARGEST:
         raise UnsupportedLayer(
-            explain(
-                f"The Hessian of {name_of(call)} couples {indices.shape[1]} entries of one prediction.",
-                f"it would be factorised as a dense matrix, which is done up to {LARGEST} entries.",
-                "use HMP or GGNMP, which only multiply with it, or write a rule that gives its factors.",
-            )
+            f"The Hessian of {name_of(call)} couples {indices.shape[1]} entries of one prediction.",
+            f"it would be factorised as a dense matrix, which is done up to {LARGEST} entries.",
+            "use HMP or GGNMP, which only multiply with it, or write a rule that gives its factors.",
         )
     at = exact(rule, call)
     dense = dense_blocks(lambda mats: [at.flat_product(mats[0])], indices, at.point.detach(), indices.numel())

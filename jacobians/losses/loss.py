@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding, bind_tensors
 from bpk.jacobians.core.call import Call, Options
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.losses import by_autograd
@@ -74,12 +74,10 @@ class Loss(Curvature):
             if torch.isclose(terms.sum() / divisor, wide(call.output.detach()), rtol=1e-2, atol=1e-30):
                 return divisor
         raise UnsupportedLayer(
-            explain(
-                f"It is not known by what {type(module).__name__} divides the sum of its terms.",
-                "batches must be weighted as one large batch would, and its code does not tell how.",
-                'say so: divisor=lambda batch: len(batch[0]) where it is a mean over samples, divisor="sum" where it '
-                "is a sum.",
-            )
+            f"It is not known by what {type(module).__name__} divides the sum of its terms.",
+            "batches must be weighted as one large batch would, and its code does not tell how.",
+            'say so: divisor=lambda batch: len(batch[0]) where it is a mean over samples, divisor="sum" where it '
+            "is a sum.",
         )
 
     def joint(self, call: Call, wrts: Sequence[int]) -> Joint:
@@ -232,11 +230,9 @@ class AutodiffLoss(Loss):
         reason = self._not_convex_at(call)
         if reason is not None:
             raise UnsupportedLayer(
-                explain(
-                    f"The Hessian of {by_autograd.name_of(call)} has no square root.",
-                    f"{reason}.",
-                    "use the quantities of the exact Hessian, such as DiagHessian or HMP.",
-                )
+                f"The Hessian of {by_autograd.name_of(call)} has no square root.",
+                f"{reason}.",
+                "use the quantities of the exact Hessian, such as DiagHessian or HMP.",
             )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.engine import is_transformed
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.families.latest import Latest
 from bpk.jacobians.recurrent.layer import ADD_AXIS, UNBATCHED, RecurrentForward
@@ -42,7 +42,7 @@ class RecurrentColumns(RecurrentForward):
     def at(self, call: Call) -> Stack:
         """The layer at the point of a call, evaluated once."""
         if call.inputs[0].dim() != self.axes:
-            raise UnsupportedLayer(explain(f"{self.name}: products are not defined here.", UNBATCHED + ".", ADD_AXIS))
+            raise UnsupportedLayer(f"{self.name}: products are not defined here.", UNBATCHED + ".", ADD_AXIS)
         masks = self.masks(call)
         if not torch.is_grad_enabled():
             return self.replay(call, masks)

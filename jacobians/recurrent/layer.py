@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.binding import Binding, arguments_in_order
 from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.engine import flat_weight_names
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.families.redrawn import agrees
@@ -108,7 +108,7 @@ class RecurrentForward(SeveralOutputs):
             masks = draw_again(call.options, call.inputs[0], call.drawn)
             if agrees(self.first_result(call, masks), self.first_result(call, ()), recorded):
                 return masks
-        raise UnsupportedLayer(explain(f"{self.name}: products are not defined here.", DROPOUT + ".", SPLIT))
+        raise UnsupportedLayer(f"{self.name}: products are not defined here.", DROPOUT + ".", SPLIT)
 
     def first_result(self, call: Call, masks: Sequence[Tensor]) -> Tensor:
         """The first result that is used, by torch's own functions for single layers."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.engine import is_checkpointed, leaf_of, saved
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 
 FUSED = "WeightNormInterfaceBackward0"
 """What autograd calls torch's fused function."""
@@ -51,11 +51,9 @@ def operand(node: Node, name: str, place: int) -> Tensor:
     leaf = leaf_of(node.next_functions[place][0])
     if leaf is None:
         raise UnsupportedLayer(
-            explain(
-                f"Second derivatives cannot pass a weight normalisation in a checkpoint, whose {name} is no parameter "
-                "that is trained.",
-                "torch's own are wrong, and what a checkpoint computes again is handed out only once.",
-                "normalise the weight outside of the checkpoint.",
-            )
+            f"Second derivatives cannot pass a weight normalisation in a checkpoint, whose {name} is no parameter "
+            "that is trained.",
+            "torch's own are wrong, and what a checkpoint computes again is handed out only once.",
+            "normalise the weight outside of the checkpoint.",
         )
     return leaf

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer, runtime_error, value_error
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
 from bpk.recording.activations import INPUT_NAMES
@@ -131,32 +131,26 @@ def last_call(rule: Rule, module: nn.Module, subsampling: Samples = None, param:
     name, fields = type(module).__name__, vars(module)
     output = fields.get("output")
     if not isinstance(output, Tensor):
-        raise RuntimeError(
-            explain(
-                f"{name} has kept no forward pass (module.input0, module.output).",
-                "it was not extended, has not been evaluated since, ran under torch.no_grad() or bpk.disable(), or its "
-                "backward pass has freed what was kept.",
-                "call bpk.extend(module), then module(x), before you ask for its derivatives; keep what is stored with "
-                "backpack(..., retain_graph=True).",
-            )
+        raise runtime_error(
+            f"{name} has kept no forward pass (module.input0, module.output).",
+            "it was not extended, has not been evaluated since, ran under torch.no_grad() or bpk.disable(), or its "
+            "backward pass has freed what was kept.",
+            "call bpk.extend(module), then module(x), before you ask for its derivatives; keep what is stored with "
+            "backpack(..., retain_graph=True).",
         )
     inputs: tuple[Any, ...] = tuple(fields[name] for name in INPUT_NAMES if name in fields)
     if isinstance(module, nn.LSTM) and len(inputs) > 1:  # its initial state is a pair
         inputs = inputs[0], inputs[1:]
     binding = rule.bind(module, inputs, {})
     if binding.problem:
-        raise UnsupportedLayer(
-            explain(f"There are no derivatives for this call of {name}.", binding.problem, binding.do)
-        )
+        raise UnsupportedLayer(f"There are no derivatives for this call of {name}.", binding.problem, binding.do)
     joined, used = rule.join(binding, {0: output}, (0,))
     call = Call(binding.options, binding.seen(binding.inputs), parameters_of(module, rule), joined, used=used)
     if param is not None and param not in call.params:
-        raise ValueError(
-            explain(
-                f"{name} has no parameter '{param}'.",
-                f"its parameters are {sorted(call.params)}.",
-                "pass one of these names as param_str.",
-            )
+        raise value_error(
+            f"{name} has no parameter '{param}'.",
+            f"its parameters are {sorted(call.params)}.",
+            "pass one of these names as param_str.",
         )
     if subsampling is not None:
         call = call.subset(torch.as_tensor(subsampling).tolist())
@@ -182,11 +176,9 @@ def gradient(g_out: Grads) -> Tensor:
     """The gradient of the output, which second derivatives are contracted with."""
     grad = g_out[0] if g_out else None
     if grad is None:
-        raise ValueError(
-            explain(
-                "The second derivative of a layer needs the gradient of its output.",
-                "it is a tensor of third order, contracted with this gradient.",
-                "pass g_out=(gradient,).",
-            )
+        raise value_error(
+            "The second derivative of a layer needs the gradient of its output.",
+            "it is a tensor of third order, contracted with this gradient.",
+            "pass g_out=(gradient,).",
         )
     return grad

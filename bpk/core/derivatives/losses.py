@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bpk.core.derivatives.layers import Grads, LayerDerivatives, Samples, last_call
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
 from bpk.utils.subsampling import subsample
 
@@ -63,6 +63,6 @@ class LossDerivatives(LayerDerivatives):
         reason = self.rule.obstacle(call)
         if reason is not None:
             raise UnsupportedLayer(
-                explain(f"{type(module).__name__} has no Hessian by samples here.", f"{reason}.", "change the loss.")
+                f"{type(module).__name__} has no Hessian by samples here.", f"{reason}.", "change the loss."
             )
         return call

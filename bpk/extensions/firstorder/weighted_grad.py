@@ -15,7 +15,7 @@ from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.over_batches import Size, Sums
 from bpk.fields.kept_uses import KeptRows, smaller_rows
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.numeric import wide
 
 Weights = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
@@ -54,14 +54,12 @@ class WeightedByNorm(Sums):
         scales = [self.scale(size) for size in (*sizes, whole)]
         if max(scales) - min(scales) > 1e-6 * max(scales):
             divisors = ", ".join(f"{size.divisor} for {size.samples} samples" for size in sizes)
-            raise ValueError(
-                explain(
-                    "Gradients that are weighted by their norms do not add up over these batches.",
-                    f"with loss_reduction={self.loss_reduction!r} and a loss that divides by {divisors} (None: it "
-                    "sums), samples would have other norms in one large batch.",
-                    "use a loss that sums (reduction='sum'), with loss_reduction='sum': norms are those of each "
-                    "sample's own loss then, in any batch.",
-                )
+            raise value_error(
+                "Gradients that are weighted by their norms do not add up over these batches.",
+                f"with loss_reduction={self.loss_reduction!r} and a loss that divides by {divisors} (None: it "
+                "sums), samples would have other norms in one large batch.",
+                "use a loss that sums (reduction='sum'), with loss_reduction='sum': norms are those of each "
+                "sample's own loss then, in any batch.",
             )
 
 
@@ -154,12 +152,10 @@ class WeightedGrad(GradientExtension):
         """The weights, if they are one for each sample."""
         if not isinstance(weights, Tensor) or weights.shape != (n,):
             shape = list(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-            raise ValueError(
-                explain(
-                    f"{type(self).__name__} got weights {shape} for {n} samples.",
-                    "each sample has one weight.",
-                    f"pass a tensor [{n}], or a function that takes norms [{n}] and returns one.",
-                )
+            raise value_error(
+                f"{type(self).__name__} got weights {shape} for {n} samples.",
+                "each sample has one weight.",
+                f"pass a tensor [{n}], or a function that takes norms [{n}] and returns one.",
             )
         return weights
 

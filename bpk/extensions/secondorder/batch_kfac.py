@@ -15,7 +15,7 @@ from bpk.extensions.over_batches import OverBatches, Parts
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.factors_by_sample import factors_by_sample
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 
 Groups = Sequence[Sequence[int]]
 
@@ -83,12 +83,10 @@ class BatchKFLR(SquareRootExtension):
         """The groups of a batch of `n` samples."""
         groups = [[k] for k in range(n)] if self.groups is None else self.groups
         if (most := max(map(max, groups))) >= n:
-            raise ValueError(
-                explain(
-                    f"{type(self).__name__}: sample index {most} is out of range.",
-                    f"{n} samples are considered.",
-                    "pass indices from 0 to N - 1.",
-                )
+            raise value_error(
+                f"{type(self).__name__}: sample index {most} is out of range.",
+                f"{n} samples are considered.",
+                "pass indices from 0 to N - 1.",
             )
         return groups
 

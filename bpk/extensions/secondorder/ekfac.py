@@ -13,7 +13,7 @@ from bpk.extensions.over_batches import OverBatches, Parts, Size, Sums
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.eigenbasis import eigenbasis, moments_in
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer, type_error
 from bpk.utils.ekfac import Eigenbasis
 
 Bases = Mapping[Tensor, Sequence[Tensor]]
@@ -69,12 +69,10 @@ class EKFLR(SquareRootExtension):
     def __init__(self, subsampling: Sequence[int] | None = None, bases: Bases | None = None) -> None:
         super().__init__(subsampling)
         if bases is not None and not (isinstance(bases, Mapping) and all(isinstance(p, Tensor) for p in bases)):
-            raise TypeError(
-                explain(
-                    f"bases={repr(bases)} says nothing of parameters.",
-                    "each parameter has its own.",
-                    "pass a dictionary from parameters to their bases, as bpk.utils.ekfac.bases_of(model, factors).",
-                )
+            raise type_error(
+                f"bases={repr(bases)} says nothing of parameters.",
+                "each parameter has its own.",
+                "pass a dictionary from parameters to their bases, as bpk.utils.ekfac.bases_of(model, factors).",
             )
         self.given = None if bases is None else [list(mine) for mine in bases.values()]
         self.numbers = {param: number for number, param in enumerate(bases or ())}
@@ -97,11 +95,9 @@ class EKFLR(SquareRootExtension):
         known = "none" if number is None else [list(basis.shape) for basis in self.given[number]]
         if number is None or known != [[size, size] for size in sizes]:
             raise UnsupportedLayer(
-                explain(
-                    f"{self} has no bases for a parameter {list(uses.param.shape)}.",
-                    f"it has factors of {sizes}, and bases= gives {known} for it (by the parameter itself).",
-                    "pass bases=bpk.utils.ekfac.bases_of(model, factors), with the factors of this model by name.",
-                )
+                f"{self} has no bases for a parameter {list(uses.param.shape)}.",
+                f"it has factors of {sizes}, and bases= gives {known} for it (by the parameter itself).",
+                "pass bases=bpk.utils.ekfac.bases_of(model, factors), with the factors of this model by name.",
             )
         return number
 

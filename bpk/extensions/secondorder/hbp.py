@@ -20,7 +20,7 @@ from bpk.extensions.secondorder.strategies import (
 )
 from bpk.fields.eigenbasis import Orders, note_order
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import value_error
 from bpk.sweeps.averaged.hessian import AveragedHessian
 from bpk.sweeps.averaged.matrices import Averaged
 from bpk.sweeps.starts.square_root import SquareRoot
@@ -93,12 +93,10 @@ class HBP(SecondOrderBackpropExtension):
         backprop_strategy = member("backprop_strategy", BackpropStrategy, backprop_strategy)
         ea_strategy = member("ea_strategy", ExpectationApproximation, ea_strategy)
         if curv_type is not Curvature.GGN and backprop_strategy is BackpropStrategy.SQRT:
-            raise ValueError(
-                explain(
-                    f"HBP({curv_type}) cannot use BackpropStrategy.SQRT.",
-                    "a square root stands for the GGN, and second derivatives of layers are no part of it.",
-                    "pass backprop_strategy=BackpropStrategy.BATCH_AVERAGE, or use HMP, PCHMP or DiagHessian.",
-                )
+            raise value_error(
+                f"HBP({curv_type}) cannot use BackpropStrategy.SQRT.",
+                "a square root stands for the GGN, and second derivatives of layers are no part of it.",
+                "pass backprop_strategy=BackpropStrategy.BATCH_AVERAGE, or use HMP, PCHMP or DiagHessian.",
             )
         if approximation not in APPROXIMATIONS:
             raise ValueError(f"approximation must be one of {APPROXIMATIONS}, got {approximation!r}.")
