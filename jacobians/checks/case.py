@@ -29,12 +29,8 @@ class Case:
     def __init__(
         self, rule: Rule, module: nn.Module, call: Call, reference: Reference, about: str, report: Report
     ) -> None:
-        self.rule = rule
-        self.module = module
-        self.call = call
+        self.rule, self.module, self.call, self.about, self.report = rule, module, call, about, report
         self.reference = reference  # the layer under plain autograd
-        self.about = about
-        self.report = report
         self.dtype = call.output.dtype
         self._watched = [*call.inputs, *call.params.values(), call.output]
 
@@ -60,8 +56,7 @@ class Case:
 
     def random(self, *shape: int) -> Tensor:
         """Normal numbers in the precision and on the device of the call."""
-        drawn = torch.randn(shape, dtype=torch.float64)
-        return drawn.to(self.call.output)
+        return torch.randn(shape, dtype=torch.float64).to(self.call.output)
 
     def cotangent(self, columns: int) -> Tensor:
         """Columns `[V, N, *out]`."""
@@ -140,6 +135,14 @@ class Case:
             return False
         self.report.passed[product] += 1
         return True
+
+    def as_default(
+        self, product: str, *args: Any, wrt: Wrt, axes: Sequence[str] = (), against: str, loosen: float = 4.0
+    ) -> None:
+        """Compare an override of a product of `Rule` with the default that it replaces, at the same arguments."""
+        expected = self.run(f"{product} (default)", getattr(Rule, product), self.rule, *args)
+        got = self.run(product, getattr(self.rule, product), *args)
+        self.same(product, got, expected, wrt, axes, against, loosen)
 
     def differs(self, got: Tensor, expected: Tensor, loosen: float = 1.0) -> Tensor:
         """Which entries differ by more than the precision explains (NaN equals NaN)."""

@@ -125,7 +125,10 @@ def _require_names(rule: Rule, chosen: Sequence[Example]) -> None:
     for example in (*chosen, *rule.examples):
         module = example.build()
         named |= set(() if isinstance(rule, Loss) else rule.params_of(module))
-        known |= _parameter_names(module)
+        children = ((f"{prefix}." if prefix else "", child) for prefix, child in module.named_modules())
+        known |= {
+            prefix + name for prefix, child in children for name in child._parameters
+        }  # some registered as `None`
         if named <= known:
             return
     missing = sorted(named - known)
@@ -134,12 +137,6 @@ def _require_names(rule: Rule, chosen: Sequence[Example]) -> None:
         f"a layer's parameters are found by name; the modules here have {sorted(known) or 'none'}.",
         "correct the name in params=(...), or give an example whose module has the parameter.",
     )
-
-
-def _parameter_names(module: nn.Module) -> set[str]:
-    """Of a module and its children, with those that are registered as `None`."""
-    prefixes = ((f"{prefix}." if prefix else "", child) for prefix, child in module.named_modules())
-    return {prefix + name for prefix, child in prefixes for name in child._parameters}
 
 
 def _uses(rule: Rule, example: Example, dtype: torch.dtype) -> list[tuple[int, ...]]:

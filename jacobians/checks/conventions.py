@@ -64,14 +64,13 @@ def conventions(case: Case) -> None:
         full, pushed = full.clone(), pushed.clone()  # below, results are overwritten
         _again(case, "jac_t_mat_prod", pull(case, _strided(mat), wrt), full, wrt, "a contiguous matrix")
         _again(case, "jac_mat_prod", push(case, _strided(vec), wrt), pushed, wrt, "a contiguous matrix")
-        for product, function, given, expected in (
+        for product, function, given, right in (
             ("jac_t_mat_prod", pull, mat, full),
             ("jac_mat_prod", push, vec, pushed),
         ):
-            owned = function(case, given.clone(), wrt)
+            owned, against = function(case, given.clone(), wrt), "a call whose result was not written to"
             if owned is not None and _overwrite(owned):
-                shown = "a call whose result was not written to"
-                _again(case, product, function(case, given, wrt), expected, wrt, shown)
+                _again(case, product, function(case, given, wrt), right, wrt, against)
     if case.rule.obstacle(case.call) is None and case.call.batch_size > 1:
         _subset(case)
         _isolation(case)
@@ -133,7 +132,10 @@ def _isolation(case: Case) -> None:
             if clean is None or got is None:
                 continue
             _again(case, "jac_t_mat_prod", got[:, 1:], clean[:, 1:], wrt, against)
-            call = case.recall([_nan_first(x) if i == wrt else x for i, x in enumerate(case.call.inputs)])
+            inputs = list(case.call.inputs)
+            inputs[wrt] = inputs[wrt].clone()
+            inputs[wrt][0] = torch.nan
+            call = case.recall(inputs)
             if call is None:
                 continue
             got = case.run("jac_t_mat_prod", case.rule.jac_t_mat_prod, call, mat, wrt)
@@ -163,9 +165,3 @@ def _overwrite(result: Tensor) -> bool:
 def _strided(x: Tensor) -> Tensor:
     """The same values with the order of axes in memory reversed: no view flattens it."""
     return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
-
-
-def _nan_first(x: Tensor) -> Tensor:
-    spoiled = x.clone()
-    spoiled[0] = torch.nan
-    return spoiled

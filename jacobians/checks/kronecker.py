@@ -53,10 +53,8 @@ def kronecker(case: Case, param: str) -> None:
     one_position = call.output[0].numel() == size and not isinstance(rule, SeveralOutputs)  # a last state has seen more
     if one_position and call.params[param].numel() <= BLOCK_LIMIT:
         one, column = call.subset([0]), mat[:1, :1]
-        left, right = (
-            case.run("kron_output", rule.kron_output, one, column, param),
-            case.run("kron_input", rule.kron_input, one, param),
-        )
+        left = case.run("kron_output", rule.kron_output, one, column, param)
+        right = case.run("kron_input", rule.kron_input, one, param)
         if left is not None and right is not None:
             if rule.transposes(param) or call.params[param].shape[0] == len(right) != size:  # the weight is [in, out]
                 left, right = right, left

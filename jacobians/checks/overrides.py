@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from bpk.jacobians.checks.case import Case
 from bpk.jacobians.checks.kronecker import BLOCK_LIMIT, congruence, kronecker
@@ -41,15 +40,12 @@ def shortcuts(case: Case) -> None:
 
 def squared_sum(case: Case, param: str) -> None:
     """With one column and with weighted columns, summed and per sample."""
-    rule, call = case.rule, case.call
-    variants = [(case.cotangent(1), None), (case.cotangent(3), case.random(3, call.batch_size))]
-    for mat, weights in variants:
+    for mat, weights in ((case.cotangent(1), None), (case.cotangent(3), case.random(3, case.call.batch_size))):
         for per_sample in (False, True) if case.exact else (False,):
-            arguments = (call, mat, param, weights, per_sample)
-            expected = case.run("squared_sum (default)", Rule.squared_sum, rule, *arguments)
-            got = case.run("squared_sum", rule.squared_sum, *arguments)
-            axes, shown = (("sample",) if per_sample else ()), "the individual gradients"
-            case.same("squared_sum", got, expected, param, axes, shown, loosen=4.0)
+            axes, against = (("sample",) if per_sample else ()), "the individual gradients"
+            case.as_default(
+                "squared_sum", case.call, mat, param, weights, per_sample, wrt=param, axes=axes, against=against
+            )
 
 
 def in_blocks(case: Case, param: str) -> None:
@@ -59,9 +55,9 @@ def in_blocks(case: Case, param: str) -> None:
         return
     mat, weights = case.cotangent(5), case.random(5, call.batch_size)
     expected = case.run("squared_sum (default)", Rule.squared_sum, rule, call, mat, param, weights)
-    sizes = [2, 2, 1]
-    blocks = [mat[:2], last_axis_outermost(mat[2:4]), mat[4:]]
-    arguments = zip(blocks, weights.split(sizes), strict=True)
+    last_axis_outermost = mat[2:4].movedim(-1, 0).contiguous().movedim(0, -1)
+    blocks = [mat[:2], last_axis_outermost, mat[4:]]
+    arguments = zip(blocks, weights.split([2, 2, 1]), strict=True)
     parts = [case.run("squared_sum", rule.squared_sum, call, m, param, w) for m, w in arguments]
     if all(part is not None for part in parts):
         case.same("squared_sum", add_up(parts), expected, param, (), "all columns at once", loosen=4.0)
@@ -72,13 +68,9 @@ def in_blocks(case: Case, param: str) -> None:
 
 def of_residual(case: Case, param: str, second_order: bool) -> None:
     """The diagonal of the residual in a parameter alone, against that of its columns."""
-    rule, call = case.rule, case.call
-    if not second_order or type(rule).residual_squares is Rule.residual_squares:
-        return
-    arguments = (call, case.cotangent(1)[0], param)
-    expected = case.run("residual_squares (default)", Rule.residual_squares, rule, *arguments)
-    got = case.run("residual_squares", rule.residual_squares, *arguments)
-    case.same("residual_squares", got, expected, param, ("sample",), "its columns", loosen=4.0)
+    if second_order and type(case.rule).residual_squares is not Rule.residual_squares:
+        arguments = (case.call, case.cotangent(1)[0], param)
+        case.as_default("residual_squares", *arguments, wrt=param, axes=("sample",), against="its columns")
 
 
 def of_diagonal(case: Case, param: str) -> None:
@@ -99,27 +91,16 @@ def of_diagonal(case: Case, param: str) -> None:
         case.same("has_disjoint_rows", got, expected, param, (), "columns with many entries", loosen=4.0)
 
 
-def last_axis_outermost(x: Tensor) -> Tensor:
-    """The same numbers in another order in memory."""
-    return x.movedim(-1, 0).contiguous().movedim(0, -1)
-
-
 def individual(case: Case, param: str) -> None:
     """The rows of a single column."""
-    arguments = (case.call, case.cotangent(1)[0], param)
-    with torch.no_grad():
-        expected = case.run("individual (default)", Rule.individual, case.rule, *arguments)
-        got = case.run("individual", case.rule.individual, *arguments)
-    case.same("individual", got, expected, param, ("sample",), "the rows of a column")
+    arguments, against = (case.call, case.cotangent(1)[0], param), "the rows of a column"
+    case.as_default("individual", *arguments, wrt=param, axes=("sample",), against=against, loosen=1.0)
 
 
 def norm_squared(case: Case, param: str) -> None:
     """Norms of the individual gradients."""
-    grad_out = case.cotangent(1)[0]
-    arguments = (case.call, grad_out, param)
-    expected = case.run("norm_squared (default)", Rule.norm_squared, case.rule, *arguments)
-    got = case.run("norm_squared", case.rule.norm_squared, *arguments)
-    case.same("norm_squared", got, expected, param, ("sample",), "the individual gradients", loosen=4.0)
+    arguments = (case.call, case.cotangent(1)[0], param)
+    case.as_default("norm_squared", *arguments, wrt=param, axes=("sample",), against="the individual gradients")
 
 
 def of_shape_alone(case: Case, param: str) -> None:
@@ -155,6 +136,5 @@ def outer(case: Case, param: str) -> None:
         "gram of samples": add_up([sample_gram(part, part.matrix(weight)) for part in parts]),
     }
     for name, value in found.items():
-        case.same(
-            f"outer ({name})", value, expected[name].to(value.dtype), param, (), "the individual rows", loosen=4.0
-        )
+        right = expected[name].to(value.dtype)
+        case.same(f"outer ({name})", value, right, param, (), "the individual rows", loosen=4.0)
