@@ -104,8 +104,8 @@ def accumulate(
     (torch.Size([3, 4]), [(3, 3), (4, 4)])
     """
     check(model, loss_fn, divisor, result)
-    check_options(step, device, autocast, per_sample, callback, timeout)
-    checkpoint, every = checked_file(checkpoint), checked_every(every)
+    check_options(step, device, autocast, per_sample, callback, timeout, checkpoint)
+    every = checked_every(every)
     sums, rows = combinations(extensions, batch_averages)
     sharded = in_shards(model)
     quantities = (*extensions, Total()) if sharded else extensions
@@ -176,21 +176,6 @@ def check(model: object, loss_fn: object, divisor: DivisorOf | str | None, resul
         raise ValueError(f"result={result!r} is none of {RESULTS}.")
 
 
-def checked_file(checkpoint: Any) -> str | os.PathLike[str] | None:
-    """Refuse what is no file that can be written."""
-    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
-        raise TypeError(wrong("checkpoint", checkpoint, "the state of a run is a file", 'checkpoint="run.ckpt"'))
-    if checkpoint is not None and Path(checkpoint).is_dir():
-        raise IsADirectoryError(
-            explain(
-                f"checkpoint={os.fspath(checkpoint)!r} is a folder.",
-                "the state of a run is one file (in many processes, one for each rank, whose name begins like this).",
-                f"name a file in it: checkpoint={os.path.join(checkpoint, 'accumulate.ckpt')!r}.",
-            )
-        )
-    return checkpoint
-
-
 def checked_every(every: Any) -> int:
     """Refuse what is no number of batches."""
     found = counted(every)
@@ -199,7 +184,9 @@ def checked_every(every: Any) -> int:
     return found
 
 
-def check_options(step: Any, device: Any, autocast: Any, per_sample: Any, callback: Any, timeout: Any) -> None:
+def check_options(
+    step: Any, device: Any, autocast: Any, per_sample: Any, callback: Any, timeout: Any, checkpoint: Any
+) -> None:
     """Refuse options of another kind than they are."""
     for name, function, example in (
         ("step", step, "step=lambda model, loss_fn, batch: loss_fn(model(batch['x']), batch['y'])"),
@@ -214,9 +201,18 @@ def check_options(step: Any, device: Any, autocast: Any, per_sample: Any, callba
         raise TypeError(wrong("per_sample", per_sample, why, 'per_sample=True, or per_sample="folder"'))
     if not isinstance(timeout, Real) or not timeout > 0:  # type: ignore[operator]
         raise ValueError(wrong("timeout", timeout, "it counts seconds", "timeout=600"))
+    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike)):
+        raise TypeError(wrong("checkpoint", checkpoint, "the state of a run is a file", 'checkpoint="run.ckpt"'))
+    if checkpoint is not None and Path(checkpoint).is_dir():
+        raise IsADirectoryError(
+            explain(
+                f"checkpoint={os.fspath(checkpoint)!r} is a folder.",
+                "the state of a run is one file (in many processes, one for each rank, whose name begins like this).",
+                f"name a file in it: checkpoint={os.path.join(checkpoint, 'accumulate.ckpt')!r}.",
+            )
+        )
     try:
-        there = device if device is None else torch.empty(0, device=device)
-        del there
+        torch.empty(0, device="cpu" if device is None else device)
     except Exception as error:  # torch has many, one for each way in which there is no such device
         why = f"batches are moved there, and torch says: {str(error).splitlines()[0].rstrip('.')}"
         raise ValueError(wrong("device", device, why, 'device="cpu", device="cuda", or none')) from error

@@ -109,7 +109,7 @@ def combine(processes: Processes, totals: Totals, device: torch.device, result: 
     told = processes.tell((totals.size, totals.batches, totals.loss))
     sizes: list[Size | None] = [size for size, _, _ in told]
     if not any(sizes):
-        raise ValueError(nothing())
+        raise nothing()
     group = processes.control if device.type == "cpu" else None
     found = over_processes(totals.rules, totals.parts, sizes, device, group, result == "owner")
     totals.parts = {field: found.get(field, {}) for field in totals.rules}

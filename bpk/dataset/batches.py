@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain, type_error, value_error
+from bpk.jacobians.core.errors import type_error, value_error
 from bpk.jacobians.core.nested import held_by, is_instance, tensors_in
 
 StepOf = Callable[[nn.Module, nn.Module, Any], Tensor]
@@ -21,8 +21,7 @@ StepOf = Callable[[nn.Module, nn.Module, Any], Tensor]
 def loss_of_pair(model: nn.Module, loss_fn: nn.Module, batch: Any) -> Tensor:
     """The loss of a batch `(x, y)`."""
     x, y = batch
-    loss: Tensor = loss_fn(model(x), y)
-    return loss
+    return loss_fn(model(x), y)
 
 
 def require_pair(number: int, batch: Any) -> None:
@@ -71,18 +70,16 @@ class Batches:
         for _ in range(count):
             batch = self.following()
             if batch is None:
-                raise ValueError(self.ended(f"the checkpoint was written after {count}."))
+                raise self.ended(f"the checkpoint was written after {count}.")
             yield batch[0]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         while (batch := self.following()) is not None:
             yield self.number(self.count - 1), batch[0]
         if not self.count and not self.may_be_empty:
-            raise ValueError(self.ended("there is nothing to add up."))
+            raise self.ended("there is nothing to add up.")
         if self.announced is not None and self.count < self.announced:
-            raise ValueError(
-                self.ended("it announces more by its length: what was added up is not the whole data set.")
-            )
+            raise self.ended("it announces more by its length: what was added up is not the whole data set.")
 
     def following(self) -> tuple[Any] | None:
         """The next batch, if there is one."""
@@ -111,19 +108,19 @@ class Batches:
         self.count += 1
         return (batch,)
 
-    def ended(self, why: str) -> str:
+    def ended(self, why: str) -> ValueError:
         """The refusal of a loader that has too little."""
         announced = "" if self.announced is None else f" of {self.announced}"
-        return explain(
+        return value_error(
             f"The loader ended after {self.count} batches{announced}.",
             why,
             "look into its dataset and sampler; a generator that was used before is at its end.",
         )
 
 
-def nothing() -> str:
+def nothing() -> ValueError:
     """The refusal of a data set without batches, in many processes."""
-    return explain("The loader gave no batch to any rank.", "there is nothing to add up.", "look into its dataset.")
+    return value_error("The loader gave no batch to any rank.", "there is nothing to add up.", "look into its dataset.")
 
 
 def note(error: Exception, number: int) -> None:

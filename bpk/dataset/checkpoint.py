@@ -84,16 +84,15 @@ def read(path: Path) -> dict[str, Any]:
     """
     content = path.read_bytes()
     if content[: len(MAGIC)] != MAGIC:
-        raise ValueError(damaged(path, "it is no checkpoint of bpk, or its beginning is lost"))
+        raise damaged(path, "it is no checkpoint of bpk, or its beginning is lost")
     if hashlib.sha256(content[HEAD:]).digest() != content[len(MAGIC) : HEAD]:
-        raise ValueError(damaged(path, "its checksum does not fit: it was cut off, or changed"))
-    state: dict[str, Any] = torch.load(io.BytesIO(content[HEAD:]), weights_only=True)
-    return state
+        raise damaged(path, "its checksum does not fit: it was cut off, or changed")
+    return torch.load(io.BytesIO(content[HEAD:]), weights_only=True)
 
 
-def damaged(path: Path, why: str) -> str:
+def damaged(path: Path, why: str) -> ValueError:
     """The refusal of a file."""
-    return explain(f"The checkpoint '{path}' is damaged.", f"{why}.", "delete it to begin anew, or restore a copy.")
+    return value_error(f"The checkpoint '{path}' is damaged.", f"{why}.", "delete it to begin anew, or restore a copy.")
 
 
 def require_same(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -21,11 +21,8 @@ def combinations(
         check_extension(extension)
         refused = "{} cannot be accumulated over batches."
         if extension.subsampling is not None:
-            why, do = (
-                "subsampling= chooses samples of a batch.",
-                "pass a loader of torch.utils.data.Subset(dataset, ...).",
-            )
-            raise value_error(refused.format(extension), why, do)
+            do = "pass a loader of torch.utils.data.Subset(dataset, ...)."
+            raise value_error(refused.format(extension), "subsampling= chooses samples of a batch.", do)
         do = "leave it out, and add up in a loop over the loader yourself."
         rule = rule_of(extension, batch_averages, refused, do)
         if isinstance(rule, Rows):

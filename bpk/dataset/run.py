@@ -18,7 +18,7 @@ from bpk.dataset.totals import GRADIENT
 from bpk.dataset.watched import Seen, Watched
 from bpk.distributed.processes import Elsewhere
 from bpk.extensions.over_batches import Parts, Size
-from bpk.jacobians.core.errors import explain, runtime_error, type_error, value_error
+from bpk.jacobians.core.errors import runtime_error, type_error, value_error
 from bpk.jacobians.core.nested import mapped, tensors_in
 from bpk.jacobians.core.numeric import tracked, wide
 
@@ -89,7 +89,7 @@ class Runner:
         if self.step is loss_of_pair:
             require_pair(number, batch)
         if rows_of(batch) == 0:
-            raise ValueError(not_finite(number, "no samples"))
+            raise not_finite(number, "no samples")
 
     def passed(self, number: int, batch: Any) -> OneBatch:
         """The passes."""
@@ -124,7 +124,7 @@ class Runner:
             )
         value = loss.item()
         if not cmath.isfinite(value):
-            raise ValueError(not_finite(number, f"a loss of {value}"))
+            raise not_finite(number, f"a loss of {value}")
         return value
 
     def check_losses(self, number: int, seen: Seen) -> None:
@@ -136,7 +136,7 @@ class Runner:
                 "compute it with the loss_fn that step(model, loss_fn, batch) is given.",
             )
         if seen.samples < 1 or 0 in seen.divisors:
-            raise ValueError(not_finite(number, "no samples that count"))
+            raise not_finite(number, "no samples that count")
         if seen == self.first:
             return
         first = self.first = self.first or seen
@@ -173,14 +173,14 @@ class Runner:
                 "return a number: divisor=lambda batch: len(batch[0]).",
             ) from error
         if not 0 < divisor < float("inf"):
-            raise ValueError(not_finite(number, f"a divisor of {divisor}"))
+            raise not_finite(number, f"a divisor of {divisor}")
         return divisor
 
     def taken(self, number: int) -> dict[str, dict[str, Parts]]:
         """Statistics of all fields; those of extensions stay on parameters, for the next pass to use their memory."""
         gradients = {name: p.grad for name, p in self.params.items() if p.grad is not None}
         if not all_finite(list(gradients.values())):
-            raise ValueError(not_finite(number, "a gradient that is not finite"))
+            raise not_finite(number, "a gradient that is not finite")
         found: dict[str, dict[str, Parts]] = {GRADIENT: {name: {"": x} for name, x in gradients.items()}}
         for extension in self.context.extensions:
             field = extension.savefield
@@ -204,9 +204,9 @@ def described(loss: Any) -> str:
     return f"a tensor {list(loss.shape)}" + ("" if loss.requires_grad else " without a graph that leads to parameters")
 
 
-def not_finite(number: int, what: str) -> str:
+def not_finite(number: int, what: str) -> ValueError:
     """The refusal of a batch that would spoil all sums."""
-    return explain(
+    return value_error(
         f"Batch {number} of the loader has {what}.",
         "it would spoil the sums of all batches; nothing of it was added.",
         "look at this batch (numbers count from 0): empty, without a target that counts (ignore_index), or with "

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bpk.dataset.adding_up import skip_passed
+from bpk.dataset.adding_up import Progress, skip_passed
 from bpk.dataset.batches import Batches, nothing
 from bpk.dataset.keeper import Keeper
-from bpk.dataset.progress import Progress
 from bpk.dataset.run import OneBatch, Runner, all_finite, not_finite
 from bpk.dataset.totals import GRADIENT
 from bpk.distributed.processes import Processes, are_there, lost
@@ -86,7 +85,7 @@ class ShardedRunner(Runner):
         with self.processes.agreeing(ValueError, RuntimeError):
             size = self.size_of(self.number, self.batch)
             if not all_finite(sharded.on_whole(Total.field)):
-                raise ValueError(not_finite(self.number, "a gradient that is not finite"))
+                raise not_finite(self.number, "a gradient that is not finite")
         self.size = sharded.add_up(size if self.counts else None)
 
     def taken(self, number: int) -> dict[str, dict[str, Parts]]:
@@ -125,7 +124,7 @@ def add_up_in_rounds(batches: Batches, keeper: Keeper, runner: ShardedRunner, sh
         progress.close()
     told = runner.processes.tell((totals.batches, totals.loss))
     if totals.size is None:
-        raise ValueError(nothing())
+        raise nothing()
     totals.batches, totals.loss = sum(n for n, _ in told), sum(loss for _, loss in told)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.dataset.progress import Progress
+from bpk.dataset.adding_up import Progress
 from tests.bpk.dataset.test_accumulate import split
 from tests.bpk.dataset.test_accumulate_use import few
 
