@@ -23,7 +23,7 @@ from benchmarks.hub_result import Finding, HubResult
 from bpk.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.second_order.fused import StandIns
-from bpk.jacobians.second_order.twice import TWICE
+from bpk.jacobians.second_order.stand_ins import TWICE
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """By the lowest precision that a model computes in (some normalise in float32 always): the largest difference of an

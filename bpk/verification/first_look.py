@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.nested import tensors_in
 from bpk.recording.context.surroundings import is_scripted
-from bpk.verification.objective import gradients_of
+from bpk.verification.objective import coarsest, gradients_of
 from bpk.verification.place import Extent
-from bpk.verification.precision import coarsest
 from bpk.verification.problem import Problem, differentiable_twice
 
 

@@ -15,7 +15,7 @@ from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.second_order.fused import Composed
 from bpk.verification.compare import FEWER, Effort, Found, of_function
 from bpk.verification.duplicates import duplicate
-from bpk.verification.precision import coarsest
+from bpk.verification.objective import coarsest
 from bpk.verification.problem import Arguments, NoReference, cast, derivatives
 from bpk.verification.result import Row
 

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bpk.jacobians.core.engine import formats
 from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.second_order.graph import between
 from bpk.rules import REGISTRY
 from bpk.verification.problem import Arguments, Problem, with_tensors
 
@@ -150,6 +152,17 @@ def gradients_of(
         return [None] * len(wrt)
     found = torch.autograd.grad(value, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
     return [g if g is None or g.layout is torch.strided else g.to_dense() for g in found]
+
+
+def coarsest(output: Tensor) -> torch.dtype:
+    """The shortest of the formats of all results on the way to an output that depend on parameters.
+
+    What comes out is rounded as in this format, by plain autograd as well as by `bpk`, and not always alike: a copy in
+    double precision may still go through float32 (a softmax in it).
+    """
+    nodes = [] if output.grad_fn is None else between(output.grad_fn, lambda _: False)
+    seen = {dtype for node in nodes for dtype in formats(node) if dtype.is_floating_point}
+    return max(seen, key=lambda dtype: torch.finfo(dtype).eps, default=output.dtype)
 
 
 def same(left: Tensor | None, right: Tensor | None) -> bool:

@@ -18,8 +18,7 @@ from torch.nn.parameter import is_lazy
 from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.nested import mapped, tensors_in
 from bpk.jacobians.second_order.fused import group_norm
-from bpk.jacobians.second_order.stand_ins import StandIns
-from bpk.jacobians.second_order.twice import TWICE
+from bpk.jacobians.second_order.stand_ins import TWICE, StandIns
 from bpk.verification.duplicates import duplicate, in_precision
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from bpk.verification.layers import Layers, bias_of
-from bpk.verification.objective import Objective, gradients_of
+from bpk.verification.objective import Objective, coarsest, gradients_of
 from bpk.verification.place import Place
-from bpk.verification.precision import coarsest
 from bpk.verification.problem import NoReference, Problem, derivatives, differentiable_twice
 from bpk.verification.split import Split, grads
 

@@ -16,7 +16,7 @@ from bpk.kernels.posteriors import LowRank
 from bpk.kernels.predictive import predictive_covariance
 from bpk.verification.compare import FEWER, Effort, Found, of_function
 from bpk.verification.duplicates import duplicate
-from bpk.verification.precision import coarsest
+from bpk.verification.objective import coarsest
 from bpk.verification.problem import Arguments, NoReference, cast, differentiable_twice
 from bpk.verification.result import Row
 from bpk.verification.split import grads

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding, arguments_in_order
@@ -14,10 +15,10 @@ from bpk.jacobians.core.engine import flat_weight_names
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.nested import tensors_in
+from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.families.redrawn import agrees
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.recurrent.cells import Cell
-from bpk.jacobians.recurrent.masks import draw_again, draws_elsewhere
 from bpk.jacobians.recurrent.residual import ResidualProducts
 from bpk.jacobians.recurrent.scan import Scan
 from bpk.jacobians.recurrent.stack import Pulled, Seeds, Stack
@@ -169,6 +170,25 @@ class RecurrentForward(SeveralOutputs):
     def evaluate(self, call: Call, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         results = self.results(call.options, inputs, params, self.masks(call))
         return self.merge(call, {k: results[k] for k in call.used}, 1)
+
+
+def draw_again(options: Any, x: Tensor, drawn: RandomState) -> tuple[Tensor, ...]:
+    """What the outputs of all layers but the last were multiplied by, each `[N, T, *]`, at an input `x` `[N, T, I]`.
+
+    Torch's own functions for these networks apply `dropout` to the output `[T, N, *]` of every layer but the last, one
+    layer after the other. So the same calls on tensors of ones, from the state in which the generator was before the
+    forward call, give these numbers again: `1 / (1 - p)`, or zero.
+    """
+    width = (options.proj_size or options.hidden_size) * (2 if options.bidirectional else 1)
+    ones = x.new_ones(x.shape[1], x.shape[0], width)
+    with drawn.again():
+        masks = [F.dropout(ones, options.dropout, training=True) for _ in range(options.num_layers - 1)]
+    return tuple(mask.transpose(0, 1) for mask in masks)
+
+
+def draws_elsewhere(x: Tensor) -> bool:
+    """Whether the network runs in cuDNN at this input: it draws from a state that it does not show."""
+    return x.is_cuda and bool(torch.backends.cudnn.is_acceptable(x))
 
 
 class StepForward(RecurrentForward):

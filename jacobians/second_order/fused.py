@@ -18,7 +18,6 @@ from bpk.jacobians.core.engine import BATCH_NORMS
 from bpk.jacobians.core.numeric import safe_sqrt
 from bpk.jacobians.second_order.algebra import ALGEBRA, NOT_THRICE, NOT_TWICE
 from bpk.jacobians.second_order.forward_mode import require_forward_mode
-from bpk.jacobians.second_order.operators import as_function
 from bpk.jacobians.second_order.stand_ins import StandIns
 from bpk.jacobians.second_order.weight_norm import weight_norm
 
@@ -131,8 +130,7 @@ def norm(
 def vector_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
     """`torch.linalg.vector_norm`."""
     if ord != 2 or any(x is not None for x in kwargs.values()):
-        found: Tensor = torch.linalg.vector_norm(x, ord, dim, keepdim, **kwargs)
-        return found
+        return torch.linalg.vector_norm(x, ord, dim, keepdim, **kwargs)
     return euclidean(x, dim, keepdim)
 
 
@@ -140,8 +138,7 @@ def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = Fal
     """`torch.linalg.norm`."""
     of_vectors = ord == 2 and (isinstance(dim, int) or (dim is None and A.dim() == 1))
     if not (ord is None or of_vectors) or any(x is not None for x in kwargs.values()):
-        found: Tensor = torch.linalg.norm(A, ord, dim, keepdim, **kwargs)
-        return found
+        return torch.linalg.norm(A, ord, dim, keepdim, **kwargs)
     return euclidean(A, dim, keepdim)
 
 
@@ -205,6 +202,19 @@ OTHERS = (
     *NOT_TWICE,
 )
 """Functions for which nothing stands: fused ones whose further results have no derivative, and some of algebra."""
+
+
+OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.default))
+
+
+def as_function(func: Any) -> Any:
+    """The function of torch that an operator of `torch.ops.aten` is, which exported programs call; or what it is."""
+    if not isinstance(func, OPERATORS):
+        return func
+    space, name = str(func).split(".")[:2]
+    if space != "aten":
+        return func
+    return getattr(torch.linalg if name.startswith("linalg_") else torch, name.removeprefix("linalg_"), func)
 
 
 class Composed(StandIns):

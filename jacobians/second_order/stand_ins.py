@@ -1,4 +1,4 @@
-"""Functions that stand for others while they are called."""
+"""Functions that stand for others while they are called, as for those of torch that have no right second derivative."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from bpk.jacobians.second_order.weight_norm import weight_norm
@@ -31,3 +34,30 @@ class StandIns(TorchFunctionMode):
 def written_out() -> StandIns:
     """Inside, functions are right where transforms differentiate them, which have no nodes to be `corrected`."""
     return StandIns({torch._weight_norm: weight_norm})
+
+
+def attention(*args: Any, **kwargs: Any) -> Tensor:
+    """`F.scaled_dot_product_attention` by plain products, also where the model has chosen a fused kernel itself."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.layer_norm`, which adds a bias that comes without a weight afterwards (see `corrected.py`)."""
+    if weight is not None or bias is None:
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+    return F.layer_norm(input, normalized_shape, None, None, eps) + bias
+
+
+TWICE: dict[Any, Callable[..., Tensor]] = {
+    torch._weight_norm: weight_norm,
+    F.scaled_dot_product_attention: attention,
+    F.layer_norm: layer_norm,
+}
+"""What has all second derivatives, by the function that it stands for."""

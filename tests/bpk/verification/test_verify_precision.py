@@ -13,7 +13,7 @@ import bpk
 from bpk import extensions as E
 from bpk.rules import REGISTRY
 from bpk.verification.eigenbasis import eigen, probe
-from bpk.verification.precision import coarsest
+from bpk.verification.objective import coarsest
 from bpk.verification.rounding import Moving
 from tests.references.compare import Assembled
 
