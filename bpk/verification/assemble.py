@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from bpk.verification.first_look import first_look
 from bpk.verification.gradient import Gradients
 from bpk.verification.kronecker import PROPERTIES, Averaged, OfGroups, Unknown, check_of
 from bpk.verification.measured import DRAWS, PASSES, Measured, Measurement, columns_of, seed_of
-from bpk.verification.place import Extent, Place
+from bpk.verification.place import Place
 from bpk.verification.problem import NoReference, Problem, derivatives
 from bpk.verification.progress import Progress
 from bpk.verification.quantities import Check, Mismatch, largest
@@ -58,12 +59,12 @@ def rows(
     checks = [check_for(extension) for extension in extensions]
     kinds = {check.of_loss_hessian for check in checks if check is not None and check.sampled}
     draws = {of_loss: Draws.of(problem, of_loss) for of_loss in kinds}
-    measured = Measured(problem.fresh(), watched, use_converter, effort.memory, bar.detail)
+    measured = Measured(problem.fresh(), watched, use_converter, extent, effort.memory, bar.detail)
     tasks: list[Task] = []
     for extension, check in zip(extensions, checks, strict=True):
         bar.step(f"bpk: {extension}")
         here = {name: place.restricted(extension.get_subsampling()) for name, place in places.items()}
-        tasks.append(measure(measured, extension, check, here, extent, draws))
+        tasks.append(measure(measured, extension, check, here, draws))
     del measured
     factors = any(isinstance(e, (HBP, EKFLR, BatchKFLR)) for e in extensions)
     reference = Reference(problem, places, effort.passes, factors, bar.detail)
@@ -80,7 +81,6 @@ def measure(
     extension: BackpropExtension,
     check: Check | None,
     places: dict[str, Place],
-    extent: Extent,
     draws: Mapping[bool, Draws | None],
 ) -> Task:
     """What `bpk` computes: one pass where draws are repeated, several where only their mean is known."""
@@ -88,13 +88,13 @@ def measure(
         unknown = Measurement(ended=dict.fromkeys(places, (Verdict.UNCHECKED, UNKNOWN)))
         return Task(extension, None, places, unknown)
     known = draws[check.of_loss_hessian] if check.sampled else None
-    if known is not None and not known.whole and measured.is_spread(extension, check, places, extent):
+    if known is not None and not known.whole and measured.is_spread(extension, check, places):
         known = None
-    found = measured.run(extension, check, places, extent, PASSES if check.sampled and known is None else 1)
+    found = measured.run(extension, check, places, PASSES if check.sampled and known is None else 1)
     refused = any(verdict is Verdict.REFUSED for verdict, _ in found.ended.values())
     if refused and isinstance(check, Averaged):  # it may be that it cannot look at one sample alone
         check = Unknown(f"the average over samples: {PROPERTIES}", averaged=True)
-        found = measured.run(extension, check, places, extent)
+        found = measured.run(extension, check, places)
     return Task(extension, check, places, found, known)
 
 
@@ -120,16 +120,11 @@ def with_judged_draws(rows: list[Row], reference: Reference, draws: Draws, entri
         with derivatives():
             mistake, count = draws.judged(reference.split, entries, reference.problem.seed)
     except NoReference as error:  # nobody knows what these draws must be
-        why = str(error)
-        return [
-            Row(r.parameter, r.quantity, Verdict.UNCHECKED, note=why) if r.verdict is Verdict.OK else r for r in rows
-        ]
-    return [
-        replace(row, verdict=Verdict.WRONG, note=mistake)
-        if mistake and row.verdict is Verdict.OK
-        else replace(row, note=row.note.replace("{}", str(count)))
-        for row in rows
-    ]
+        unknown = partial(Row, verdict=Verdict.UNCHECKED, note=str(error))
+        return [unknown(row.parameter, row.quantity) if row.verdict is Verdict.OK else row for row in rows]
+    if mistake:
+        return [replace(row, verdict=Verdict.WRONG, note=mistake) if row.verdict is Verdict.OK else row for row in rows]
+    return [replace(row, note=row.note.replace("{}", str(count))) for row in rows]
 
 
 def of_batch(task: Task, reference: Reference) -> tuple[Task, str]:
@@ -208,8 +203,7 @@ def with_rounding(
 
 def mixing(model: nn.Module) -> str:
     """Which layers mix samples, and what to do."""
-    norms = (nn.modules.batchnorm._BatchNorm,)
-    names = [name or "it" for name, m in model.named_modules() if isinstance(m, norms) and m.training]
-    if names:
-        return f" ('{names[0]}' is in training mode: call model.eval())"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            return f" ('{name or 'it'}' is in training mode: call model.eval())"
     return " (is another axis than batch_axis= the batch axis?)"

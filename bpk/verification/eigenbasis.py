@@ -73,9 +73,8 @@ class InEigenbasis(Check):
             padded[side.offset : side.offset + len(vector)] = vector
             [curved] = ref.ggn_times({bias_of(place.name): padded}, place.chosen)
             columns.append(curved[side.offset :][: len(vector)])
-        moment = ref.layers.input_entries(
-            side, torch.arange(side.sizes[1], device="cpu"), ref.split, ref.n, place.chosen
-        )
+        every = torch.arange(side.sizes[1], device="cpu")
+        moment = ref.layers.input_entries(side, every, ref.split, ref.n, place.chosen)
         rows = list(torch.cat([inputs, probe(inputs)]) @ moment)
         expected = [eigen(outputs, columns, ref.noise), eigen(inputs, rows)]
         return expected[::-1] if turned else expected

@@ -43,9 +43,8 @@ class Gradients:
         """A row for each gradient that is not what it must be."""
         scales = {name: largest(dense(g)) for name, g in self.right.items()}
         floor = tolerance.absolute * max(scales.values(), default=0.0)
-        wrong = {
-            key: found for key, found in self.worst.items() if found[0] > tolerance.relative * scales[key[1]] + floor
-        }
+        allowed = {name: tolerance.relative * scale + floor for name, scale in scales.items()}
+        wrong = {key: found for key, found in self.worst.items() if found[0] > allowed[key[1]]}
         rounding = roundings(reference, tolerance) if wrong else {}
         rows = []
         for (quantity, name), (error, note) in wrong.items():

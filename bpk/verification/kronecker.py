@@ -64,11 +64,8 @@ class Factors(Check):
         if size is not None and len(factor) != size:
             raise Mismatch(f"the only factor has {len(factor)} rows, and the parameter {size} entries")
         entries = entries.to(factor.device)
-        if factor.layout is torch.strided:
-            part = factor[entries][:, entries]
-        else:
-            part = diagonal(factor)[entries].diag()
-        return part
+        strided = factor.layout is torch.strided
+        return factor[entries][:, entries] if strided else diagonal(factor)[entries].diag()
 
     def require_properties(self, ref: Reference, found: Read) -> None:
         """Refuse factors that are none, unless they are zero but for rounding."""

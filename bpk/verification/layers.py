@@ -85,11 +85,9 @@ class Layers:
     def multiply(self, product: Product, result: Tensor) -> Tensor:
         """A function has multiplied with a weight: its result, with a bias added."""
         name = self.names[id(product.weight)]
-        if name in self.biased:  # a layer that is called with more than this weight computes with it, too
-            self.functions.note(product.weight, [result])
-            return result
         sides = self.sides.get(name, [])
-        if not all(side.fits(product) for side in sides):  # no factors are those of both
+        # a layer that is called with more than this weight computes with it, too; or no factors are those of both
+        if name in self.biased or not all(side.fits(product) for side in sides):
             self.functions.note(product.weight, [result])
             return result
         side = next((side for side in sides if side.table == product.transposed), None)

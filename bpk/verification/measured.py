@@ -49,9 +49,15 @@ class Measured:
     """An extended copy of the model, on which every extension runs alone; `.grad` is compared after each pass."""
 
     def __init__(
-        self, problem: Problem, gradients: Gradients, use_converter: bool, memory: float, say: Callable[[str], None]
+        self,
+        problem: Problem,
+        gradients: Gradients,
+        use_converter: bool,
+        extent: Extent,
+        memory: float,
+        say: Callable[[str], None],
     ) -> None:
-        self.problem, self.gradients, self.say = problem, gradients, say
+        self.problem, self.gradients, self.extent, self.say = problem, gradients, extent, say
         self.params = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -60,11 +66,11 @@ class Measured:
         self.limit = memory * 2**30 / 8  # in numbers of eight bytes
 
     def run(
-        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], extent: Extent, passes: int = 1
+        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], passes: int = 1
     ) -> Measurement:
         """One extension on all parameters, in so many backward passes."""
         result = Measurement()
-        groups, result.ended = self.groups(extension, check, places, extent)
+        groups, result.ended = self.groups(extension, check, places)
         for group in groups[:MOST_PASSES]:
             with only(self.params, group), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -79,14 +85,14 @@ class Measured:
         return result
 
     def groups(
-        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], extent: Extent
+        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place]
     ) -> tuple[list[list[str]], dict[str, tuple[Verdict, str]]]:
         """Parameters whose fields are in memory together, and those that are left out."""
-        columns, sizes = columns_of(extension, extent.columns), dict[str, int]()
+        columns, sizes = columns_of(extension, self.extent.columns), dict[str, int]()
         ended: dict[str, tuple[Verdict, str]] = {}
         for name, place in places.items():
             sizes[name] = check.numbers(place, columns)
-            most = max(sizes[name], check.on_the_way(extent))
+            most = max(sizes[name], check.on_the_way(self.extent))
             if most > self.limit:
                 del sizes[name]
                 ended[name] = Verdict.UNCHECKED, f"it would take {most * 8 / 2**30:.1f} GiB (memory=)"
@@ -95,11 +101,9 @@ class Measured:
         why = "the fields of all parameters do not fit into memory (memory=)"
         return groups, ended | dict.fromkeys(left, (Verdict.UNCHECKED, why))
 
-    def is_spread(
-        self, extension: BackpropExtension, check: Check, places: Mapping[str, Place], extent: Extent
-    ) -> bool:
+    def is_spread(self, extension: BackpropExtension, check: Check, places: Mapping[str, Place]) -> bool:
         """Whether some pass may not reach all predictions: only a part of the parameters requires gradients."""
-        return sum(map(len, self.groups(extension, check, places, extent)[0][:1])) < len(places)
+        return sum(map(len, self.groups(extension, check, places)[0][:1])) < len(places)
 
     def run_group(
         self, extension: BackpropExtension, check: Check, places: dict[str, Place], result: Measurement, passes: int
@@ -143,9 +147,8 @@ class Measured:
 
 def leaves_out(extension: BackpropExtension, warning: str) -> bool:
     """Whether a warning says that there are parameters without this quantity; others excuse no missing field."""
-    return type(extension).__name__ in warning and any(
-        s in warning for s in (" cannot be computed for ", " no field of ")
-    )
+    left_out = " cannot be computed for " in warning or " no field of " in warning
+    return left_out and type(extension).__name__ in warning
 
 
 def columns_of(extension: BackpropExtension, exact: int) -> int:
@@ -164,11 +167,11 @@ def packed(sizes: Mapping[str, int], limit: float) -> Iterator[list[str]]:
     group: dict[str, int] = {}
     for name, size in sizes.items():
         if group and sum(group.values()) + size > limit:
-            yield list(group)
+            yield [*group]
             group = {}
         group[name] = size
     if group:
-        yield list(group)
+        yield [*group]
 
 
 def one_line(error: object) -> str:

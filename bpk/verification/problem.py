@@ -163,11 +163,8 @@ class Problem:
     def objective(self, output: Any, loss: nn.Module | None = None) -> Tensor:
         """The loss of an output; one that is a tuple is passed as one argument, or as several where these fit."""
         module = self.loss if loss is None else loss
-        if isinstance(output, (tuple, list)) and takes_several(module, len(output), len(self.targets)):
-            value: Tensor = module(*output, *self.targets)
-        else:
-            value = module(output, *self.targets)
-        return value
+        several = isinstance(output, (tuple, list)) and takes_several(module, len(output), len(self.targets))
+        return module(*(output if several else (output,)), *self.targets)
 
 
 def takes_several(loss: nn.Module, outputs: int, targets: int) -> bool:

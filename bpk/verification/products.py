@@ -108,8 +108,7 @@ class Functions(TorchFunctionMode):
         given = with_tensors({k: x for k, x in given.items() if k not in LEFT_OUT}, kept)
 
         def again(w: Tensor) -> Tensor:
-            found: Tensor = func(**given, weight=w if stands else w.T)
-            return found
+            return func(**given, weight=w if stands else w.T)
 
         axes = [*range(result.dim())]
         if name in ("linear", "bilinear"):
@@ -159,8 +158,7 @@ class Functions(TorchFunctionMode):
                 x, first = kept(x), list(w) == ins + outs
 
                 def again(w: Tensor, x: Tensor = x, k: int = k) -> Tensor:
-                    found: Tensor = func(equation, *((w, x) if k == 0 else (x, w)))
-                    return found
+                    return func(equation, *((w, x) if k == 0 else (x, w)))
 
                 inputs = prod(weight.shape[w.index(c)] for c in ins)
                 order = [out.index(c) for c in free + outs]

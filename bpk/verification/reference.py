@@ -38,8 +38,7 @@ def once(compute: Callable[Concatenate[Reference, P], T]) -> Callable[Concatenat
         key = compute.__name__, *args, *kwargs.items()
         if key not in self.known:
             self.known[key] = compute(self, *args, **kwargs)
-        found: T = self.known[key]
-        return found
+        return self.known[key]
 
     return get
 

@@ -138,9 +138,8 @@ def shortened(rows: Sequence[Row]) -> list[Row]:
 
 def together(rows: Sequence[Row]) -> Row:
     """Several rows as one, with their largest errors."""
-    known = [row for row in rows if row.absolute is not None and row.relative is not None]
-    absolute = max((row.absolute for row in known if row.absolute is not None), default=None)
-    relative = max((row.relative for row in known if row.relative is not None), default=None)
+    absolute = max((row.absolute for row in rows if row.absolute is not None), default=None)
+    relative = max((row.relative for row in rows if row.relative is not None), default=None)
     where = f"{rows[0].parameter}, ... ({len(rows)})"
     return Row(where, rows[0].quantity, rows[0].verdict, sum(r.entries for r in rows), absolute, relative, rows[0].note)
 

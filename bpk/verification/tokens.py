@@ -27,7 +27,15 @@ class TokenTerms:
     @cached_property
     def numbered(self) -> tuple[Tensor, int]:
         """The number of each entry's token `[P]` among those of its sample, and how many there are at most."""
-        return numbered(self.split)
+        loss = self.split.points.loss
+        rule = None if loss is None else REGISTRY.find(loss)
+        if not isinstance(rule, Loss):
+            raise NoReference(SEVERAL)
+        x, axis, slot = rows_of(self.split)
+        axes = rule.positions(x) if axis == 0 else ()
+        sizes = [size if k in axes else 1 for k, size in enumerate(x.shape)]
+        number = torch.arange(prod(sizes), device=x.device).reshape(sizes) + prod(sizes) * slot
+        return number.expand(x.shape).flatten(), int(number.max()) + 1
 
     @property
     def outputs(self) -> Tensor:
@@ -64,21 +72,6 @@ class TokenTerms:
         n = self.split.n
         found = x.new_zeros(*x.shape[:-1], n * count).index_add(-1, self.split.owner * count + number, x)
         return found.unflatten(-1, (n, count))
-
-
-def numbered(split: Split) -> tuple[Tensor, int]:
-    """The number of each entry's token `[P]` among those of its sample, and how many there are at most."""
-    loss = split.points.loss
-    rule = None if loss is None else REGISTRY.find(loss)
-    if not isinstance(rule, Loss):
-        raise NoReference(SEVERAL)
-    x, axis, slot = rows_of(split)
-    axes = rule.positions(x) if axis == 0 else ()
-    sizes = [size if k in axes else 1 for k, size in enumerate(x.shape)]
-    count = prod(sizes)
-    number = torch.arange(count, device=x.device).reshape(sizes)
-    number = number + count * slot
-    return number.expand(x.shape).flatten(), int(number.max()) + 1
 
 
 def rows_of(split: Split) -> tuple[Tensor, int, Tensor]:

@@ -96,8 +96,7 @@ class JacobianRows:
     def at(self, function: OfModel, *args: Any) -> Tensor:
         """What `bpk` finds, of a copy of the model."""
         torch.manual_seed(self.seed)
-        found: Tensor = function(duplicate(self.model, None), self.x, *args)
-        return found
+        return function(duplicate(self.model, None), self.x, *args)
 
     def kernel(self) -> tuple[Tensor, Tensor]:
         """Entries of the neural tangent kernel."""
@@ -106,14 +105,10 @@ class JacobianRows:
 
     def covariance(self) -> tuple[Tensor, Tensor]:
         """Covariances of outputs of one sample, for a posterior with random variances and directions."""
-        draw, like = (
-            torch.Generator().manual_seed(self.seed),
-            {name: self.model.get_parameter(name) for name in self.rows},
-        )
-        variances = {name: torch.rand(p.shape, generator=draw, device="cpu").to(p) for name, p in like.items()}
-        directions = {
-            name: torch.randn(DIRECTIONS, *p.shape, generator=draw, device="cpu").to(p) for name, p in like.items()
-        }
+        like = {name: self.model.get_parameter(name) for name in self.rows}
+        options: dict[str, Any] = {"generator": torch.Generator().manual_seed(self.seed), "device": "cpu"}
+        variances = {name: torch.rand(p.shape, **options).to(p) for name, p in like.items()}
+        directions = {name: torch.randn(DIRECTIONS, *p.shape, **options).to(p) for name, p in like.items()}
         (n, c), found = self.places, self.at(predictive_covariance, LowRank(directions, isotropic=variances))
         along = add_up(rows @ as_rows(directions[name]).T for name, rows in self.rows.items())
         expected = add_up(rows * variances[name].flatten() @ rows.T for name, rows in self.rows.items())
