@@ -120,11 +120,6 @@ def has(cls: type[nn.Module], methods: Methods) -> bool:
     return all(getattr(cls, name) is method for name, method in methods)
 
 
-def is_inherited(cls: type[nn.Module], base: type[nn.Module]) -> bool:
-    """Whether a class has the forward pass of another one, and the methods that this calls."""
-    return has(cls, methods_of(base))
-
-
 def is_as_defined(cls: type[nn.Module]) -> bool:
     """Whether the forward pass of a class, and the methods that this calls, stand where it or its bases are defined.
 

@@ -82,9 +82,8 @@ class Heads:
     def attend(cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, zero_rows: bool) -> Heads:
         """Evaluate the weights; `mask` is added to the scores."""
         scores = torch.matmul(q * scale, k.transpose(-1, -2))
-        if mask is None:
-            return cls(q, k, v, weights(scores, False), scale)
-        return cls(q, k, v, weights(scores + mask, zero_rows), scale)
+        p = weights(scores, False) if mask is None else weights(scores + mask, zero_rows)
+        return cls(q, k, v, p, scale)
 
     @cached_property
     def attended(self) -> Tensor:

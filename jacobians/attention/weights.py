@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -123,13 +122,10 @@ class LinearInside(SeveralOutputs):
             return super().congruence(call, matrix, wrt)
         total = []
         for n in range(call.batch_size):
-            pull = partial(self._pull_to_outputs, call.subset([n]), wrt)
-            total.append(pull(pull(matrix).T))
+            one = call.subset([n])
+            half = self.kron_rows(one, matrix.reshape(-1, *one.output.shape), wrt)[:, 0]  # M J: [D_out, O]
+            total.append(self.kron_rows(one, half.T.reshape(-1, *one.output.shape), wrt)[:, 0])
         return add_up(total) / call.batch_size
-
-    def _pull_to_outputs(self, one: Call, param: str, matrix: Tensor) -> Tensor:
-        """Columns `[D, D_out]` at the only sample's output, pulled to the outputs of a weight's layers: `[D, O]`."""
-        return self.kron_rows(one, matrix.reshape(-1, *one.output.shape), param)[:, 0]
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:

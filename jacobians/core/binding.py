@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -74,17 +74,13 @@ SIGNATURES: WeakKeyDictionary[type[nn.Module], dict[str, Any] | None] = WeakKeyD
 """Of the forward passes of classes, the names of the arguments, with their defaults; `None`: it takes any number."""
 
 
-def defaults_of(forward: Callable[..., Any]) -> dict[str, Any] | None:
-    """The names of a function's arguments, with their defaults (`None`: it takes any number of them)."""
-    parameters = inspect.signature(forward).parameters.values()
-    return {p.name: p.default for p in parameters} if all(p.kind in PLAIN for p in parameters) else None
-
-
 def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a forward call that has gone well, and the defaults of those left out, by name and in order."""
     kind = type(module)
     if kind not in SIGNATURES:
-        SIGNATURES[kind] = defaults_of(kind.forward)
+        parameters = inspect.signature(kind.forward).parameters.values()
+        plain = all(p.kind in PLAIN for p in parameters)
+        SIGNATURES[kind] = {p.name: p.default for p in parameters} if plain else None
     defaults = SIGNATURES[kind]
     if defaults is None or "forward" in module.__dict__:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)

@@ -237,8 +237,7 @@ def once(compute: Callable[[R, Call], T]) -> Callable[[R, Call], T]:
 
     @wraps(compute)
     def kept(rule: R, call: Call) -> T:
-        found: T = call.memo((compute, rule, torch.is_grad_enabled(), is_transformed()), lambda: compute(rule, call))
-        return found
+        return call.memo((compute, rule, torch.is_grad_enabled(), is_transformed()), lambda: compute(rule, call))
 
     return kept
 

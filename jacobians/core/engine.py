@@ -156,15 +156,9 @@ def pull_back(
     run_backward, starts, goals = Variable._execution_engine.run_backward, tuple(ends), tuple(beginnings)
 
     def once(*given: Tensor) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = run_backward(
-            starts, given, True, create_graph, goals, allow_unreachable=True, accumulate_grad=False
-        )
-        return found
+        return run_backward(starts, given, True, create_graph, goals, allow_unreachable=True, accumulate_grad=False)
 
-    if not batched:
-        return once(*vectors)
-    each: tuple[Tensor | None, ...] = _vmap_internals._vmap(once, 0, 0, allow_none_pass_through=True)(*vectors)
-    return each
+    return _vmap_internals._vmap(once, 0, 0, allow_none_pass_through=True)(*vectors) if batched else once(*vectors)
 
 
 def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -172,8 +166,7 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     If it goes: `torch.nn.functional.linear`, which is slower on some processors.
     """
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
 def attention_backward(
@@ -192,10 +185,7 @@ def attention_backward(
     If it goes: `jacobians/attention/fused.py` goes, too, and all that it does is computed from the weights.
     """
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found: tuple[Tensor, Tensor, Tensor] = backward(
-        grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=mask, scale=scale
-    )
-    return found
+    return backward(grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=mask, scale=scale)
 
 
 def add_to_all(totals: list[Tensor], parts: list[Tensor], weight: float) -> None:
@@ -239,12 +229,10 @@ def by_default() -> AbstractContextManager[Any]:
 def flat_weight_names(layer: nn.RNNBase) -> Sequence[str]:
     """The names of a recurrent layer's weights, in its order. If it goes: they follow from `num_layers`,
     `bidirectional`, `bias` and `proj_size`."""
-    names: Sequence[str] = layer._flat_weights_names
-    return names
+    return layer._flat_weights_names
 
 
 def axes_without_batch(layer: nn.Module) -> int:
     """How many axes the input of an instance normalisation has without a batch axis. If it goes: 2, 3 and 4 for the
     three classes."""
-    axes: int = layer._get_no_batch_dim()  # type: ignore[operator]
-    return axes
+    return layer._get_no_batch_dim()  # type: ignore[operator]

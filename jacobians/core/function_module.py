@@ -84,7 +84,7 @@ class FunctionModule(nn.Module):
         return known[-1]
 
     def __repr__(self) -> str:
-        shown = "; ".join(f"{step.name}({spell(step)})" for step in self.steps)
+        shown = "; ".join(map(spell, self.steps))
         return f"{'Function' if not self.names else 'ParametricFunction'}({shown})"
 
 
@@ -141,8 +141,9 @@ class TimesWeight(nn.Module):
 
 
 def spell(step: Step) -> str:
-    """The arguments of a step, as they are written."""
-    return ", ".join([show(a) for a in step.args] + [f"{k}={show(a)}" for k, a in step.kwargs.items()])
+    """A step, as it is written."""
+    arguments = [*map(show, step.args), *(f"{k}={show(a)}" for k, a in step.kwargs.items())]
+    return f"{step.name}({', '.join(arguments)})"
 
 
 def show(template: Any) -> str:

@@ -73,8 +73,7 @@ class Branches(Composite):
         if isinstance(wrt, str):
             return self._param_jac_t_mat_prod(call, mat, wrt, sum_batch)
         pairs = zip(self._inner(call), self._shares(call, mat), strict=True)
-        pulled = [rule.jac_t_mat_prod(inner, share, wrt) for (rule, inner), share in pairs]
-        return add_up(pulled)
+        return add_up(rule.jac_t_mat_prod(inner, share, wrt) for (rule, inner), share in pairs)
 
     def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
         """Branch by branch."""
@@ -86,13 +85,10 @@ class Branches(Composite):
             if known is None:
                 terms.append(None)
                 continue
-            full = [
-                known.new_zeros(len(known), *s.value.shape) if c is None else c
-                for s, c in zip(found, parts, strict=True)
-            ]
+            shapes = [(len(known), *s.value.shape) for s in found]
+            full = [known.new_zeros(shape) if c is None else c for shape, c in zip(shapes, parts, strict=True)]
             terms.append(self._combine(full, lead=1))
-        together = found[0].moved(call.output, terms)
-        return replace(together, nested=any(s.nested for s in found))
+        return replace(found[0].moved(call.output, terms), nested=any(s.nested for s in found))
 
     # ---- the second derivative: branch by branch ---------------------------------------------------
     def _curved(self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt]) -> list[CurvedBranch]:
@@ -114,8 +110,7 @@ class Branches(Composite):
         return Residual.DIAGONAL if kinds == {Residual.DIAGONAL} and tuple(wrts) == (0,) else Residual.GENERAL
 
     def residual_diag(self, call: Call, grad_out: Tensor) -> Tensor:
-        diagonals = [b.rule.residual_diag(b.call, b.grad) for b in self._curved(call, grad_out, (0,))]
-        return add_up(diagonals)
+        return add_up(b.rule.residual_diag(b.call, b.grad) for b in self._curved(call, grad_out, (0,)))
 
     def residual_mat_prod(self, call: Call, grad_out: Tensor, mats: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
         total = {wrt: torch.zeros_like(mat) for wrt, mat in mats.items()}

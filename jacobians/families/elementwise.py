@@ -102,11 +102,9 @@ class Elementwise(Pointwise):
         used = {name for text in self.expressions.values() for name in hyperparameters(text)}
         if unused := sorted(set(self.hyper) - used):
             raise RuleError(f"{self.name} sets {', '.join(unused)}.", "the expression has no such name.", "drop it.")
-        self.examples = tuple(examples) or self._default_examples(positive)
-
-    def _default_examples(self, positive: bool) -> tuple[Example, ...]:
-        domain = positive_numbers if positive else None
-        return tuple(Example(m, (shape,), domain=domain) for m in self.modules for shape in ((3, 4), (2, 3, 4)))
+        domain, shapes = positive_numbers if positive else None, ((3, 4), (2, 3, 4))
+        default = (Example(module, (shape,), domain=domain) for module in self.modules for shape in shapes)
+        self.examples = tuple(examples or default)
 
     def derivation(self, options: Options) -> Derivation:
         """The function and its derivatives that these options select."""

@@ -19,8 +19,6 @@ from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.factoring import factor
 
-ZERO: float = 0.0
-
 
 @dataclass(frozen=True)
 class Derivatives:
@@ -28,9 +26,9 @@ class Derivatives:
 
     x: Tensor
     y: Tensor
-    xx: Tensor | float = ZERO
-    xy: Tensor | float = ZERO
-    yy: Tensor | float = ZERO
+    xx: Tensor | float = 0.0
+    xy: Tensor | float = 0.0
+    yy: Tensor | float = 0.0
 
     def first(self, wrt: Wrt) -> Tensor:
         """`f_x` or `f_y`."""
@@ -76,14 +74,11 @@ class Pairwise(Broadcasting):
         x, y = (spread(x, call.output.shape[1:]) for x in call.inputs)
         return self.derivatives(x, y)
 
-    def _shape(self, call: Call, wrt: Wrt) -> torch.Size:
-        return call.shape_of(wrt)[1:]
-
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         return spread(mat, call.output.shape[1:], 2) * self._at(call).first(wrt)
 
     def jac_t_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0, sum_batch: bool = True) -> Tensor:
-        return collect(mat * self._at(call).first(wrt), self._shape(call, wrt), 2)
+        return collect(mat * self._at(call).first(wrt), call.sample_shape(wrt), 2)
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         at = self._at(call)
@@ -107,7 +102,7 @@ class Pairwise(Broadcasting):
         products: dict[Wrt, Tensor] = {}
         for a in mats:
             total = add_up([grad_out * at.second(a, b) * wide[b] for b in mats])
-            products[a] = collect(total, self._shape(call, a), 2)
+            products[a] = collect(total, call.sample_shape(a), 2)
         return products
 
     def residual_columns(
@@ -121,5 +116,5 @@ class Pairwise(Broadcasting):
         for k, wrt in enumerate(wrts):
             placed = torch.diag_embed(vectors[:, :, k].unflatten(1, (n, -1)))  # [K, N, D, D (column)]
             wide = placed.permute(0, 3, 1, 2).reshape(-1, n, *out).to(grad_out.dtype)
-            columns[wrt] = collect(wide, self._shape(call, wrt), 2)
+            columns[wrt] = collect(wide, call.sample_shape(wrt), 2)
         return columns, signs.unflatten(1, (n, -1)).transpose(1, 2).flatten(0, 1).to(grad_out.dtype)

@@ -189,19 +189,13 @@ class GroupStatistics(Standardized):
 
         scale = -r.square() / self.size
         flat = scale * (h * x).sum(1, keepdim=True)
-        (upper, lower), (cos, sin) = plane(
-            3 * flat * (1 - length.square() / self.size), scale * length * height, torch.where(small, 0.0, flat)
-        )
+        top, bottom = 3 * flat * (1 - length.square() / self.size), torch.where(small, 0.0, flat)
+        (upper, lower), (cos, sin) = plane(top, scale * length * height, bottom)
         basis = torch.eye(self.size, dtype=x.dtype, device=x.device)
         outside = self.project(basis) - first[:, :, None] * first[:, None, :] - second[:, :, None] * second[:, None, :]
-        vectors = torch.cat(  # [B, K, D]
-            [
-                outside * safe_sqrt(flat.abs())[:, :, None],
-                ((first * cos + second * sin) * safe_sqrt(upper.abs()))[:, None],
-                ((second * cos - first * sin) * safe_sqrt(lower.abs()))[:, None],
-            ],
-            1,
-        )
+        inside = ((first * cos + second * sin, upper), (second * cos - first * sin, lower))
+        scaled = [(vector * safe_sqrt(value.abs()))[:, None] for vector, value in inside]
+        vectors = torch.cat([outside * safe_sqrt(flat.abs())[:, :, None], *scaled], 1)  # [B, K, D]
         signs = torch.cat([flat.expand(-1, self.size), upper, lower], 1).sign().detach().nan_to_num(nan=1.0)
         return self._spread(vectors, grad), self._by_sample(signs).flatten(0, 1).to(grad.dtype)
 

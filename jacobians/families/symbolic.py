@@ -32,6 +32,7 @@ WRITTEN = Path(__file__).with_name("derivations.json")
 """What sympy has said of the expressions of built-in rules."""
 
 MACROS = ("where", "relu", "clamp", "max", "min", "pi")
+GREEK = ("alpha", "beta", "gamma", "delta", "lambda", "mu", "sigma")
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,9 @@ def latex(expression: Any) -> str:
     """An expression of sympy as LaTeX, for the documentation."""
     import sympy
 
-    words = {s: rf"\mathrm{{{s.name}}}".replace("_", r"\_") for s in expression.free_symbols if _is_word(s.name)}
-    return str(sympy.latex(expression, symbol_names=words, mul_symbol="dot"))
-
-
-def _is_word(name: str) -> bool:
-    return len(name) > 1 and name not in ("alpha", "beta", "gamma", "delta", "lambda", "mu", "sigma")
+    words = [s for s in expression.free_symbols if len(s.name) > 1 and s.name not in GREEK]
+    names = {s: rf"\mathrm{{{s.name}}}".replace("_", r"\_") for s in words}
+    return str(sympy.latex(expression, symbol_names=names, mul_symbol="dot"))
 
 
 def hyperparameters(expression: str) -> tuple[str, ...]:
@@ -110,8 +108,7 @@ def derive(expression: str) -> Derivation:
 @cache
 def written() -> dict[str, dict[str, Any]]:
     """By expression: what `derive_by_sympy` has said."""
-    found: dict[str, dict[str, Any]] = json.loads(WRITTEN.read_text())
-    return found
+    return json.loads(WRITTEN.read_text())
 
 
 def derive_by_sympy(expression: str) -> dict[str, Any]:

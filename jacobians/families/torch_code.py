@@ -66,8 +66,7 @@ def compile_code(source: str) -> Callable[..., tuple[Tensor, ...]]:
     def function(x: Tensor, *values: float) -> tuple[Tensor, ...]:
         if x.dtype in (torch.bfloat16, torch.float16):
             return tuple([y.to(x.dtype) for y in compiled(x.float(), *values)])
-        found: tuple[Tensor, ...] = compiled(x, *values)
-        return found
+        return compiled(x, *values)
 
     return function
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Options, Wrt
-from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.numeric import safe_sqrt
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.autodiff import Autodiff
@@ -114,13 +114,13 @@ class Curvature(Autodiff):
         try:
             found: str = call.options.reduction
         except AttributeError as error:
-            raise RuleError(self._no_reduction("which it does not have")) from error
+            raise self._no_reduction("which it does not have") from error
         if found not in REDUCTIONS:
-            raise RuleError(self._no_reduction(f"which is {found!r}"))
+            raise self._no_reduction(f"which is {found!r}")
         return found
 
-    def _no_reduction(self, what: str) -> str:
-        return explain(
+    def _no_reduction(self, what: str) -> RuleError:
+        return RuleError(
             f"{self.name} reads the attribute 'reduction' of the module, {what}.",
             "the rule knows the terms of the loss; whether they are added up or averaged is said there.",
             f"set self.reduction in the module, to one of {', '.join(map(repr, REDUCTIONS))}; for other divisors, "

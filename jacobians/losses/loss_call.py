@@ -81,8 +81,7 @@ def evaluate(filled: Filled, dtype: torch.dtype) -> Tensor:
     module, args, kwargs = filled
     state = {name: cast(x, dtype) for name, x in module.named_parameters()}
     state.update({name: cast(x, dtype).clone() for name, x in module.named_buffers()})  # forward may write to them
-    out: Tensor = call_again(module, state, args, kwargs)
-    return out
+    return call_again(module, state, args, kwargs)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

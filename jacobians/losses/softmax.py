@@ -126,9 +126,8 @@ class SoftmaxCrossEntropy(Loss):
             c, p = numbers // positions, numbers % positions
             own = of_position[c, :, :, p]  # [K, N, C]
             part = own.new_zeros(len(numbers), *of_position.shape[1:])
-            part = part.index_put(
-                (torch.arange(len(numbers), device=x.device)[:, None, None], *_grid(own), p[:, None, None]), own
-            )
+            count = torch.arange(len(numbers), device=x.device)
+            part = part.index_put((count[:, None, None], *_grid(own), p[:, None, None]), own)
             yield part.reshape(len(numbers), *x.shape).to(x.dtype)
 
     def hessian_diag(self, call: Call) -> Tensor:

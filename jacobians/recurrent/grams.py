@@ -51,9 +51,8 @@ class TimeGrams:
             for trace, adjoint in zip(row, adjoints, strict=True):
                 width = adjoint.dq.shape[-1]
                 units = slice(used.start * width, used.stop * width)
-                accumulate(
-                    self.of(self.local, trace, adjoint.dq.flatten(3))[samples], adjoint.dq.flatten(3), weights, units
-                )
+                dq = adjoint.dq.flatten(3)
+                accumulate(self.of(self.local, trace, dq)[samples], dq, weights, units)
                 if adjoint.dh is not None:
                     accumulate(self.of(self.states, trace, adjoint.dh)[samples], adjoint.dh, weights)
 

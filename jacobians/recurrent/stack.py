@@ -32,12 +32,8 @@ class Seeds:
 
     def columns_last(self) -> Seeds:
         """The same columns, next to each other in memory."""
-        return Seeds(
-            *[
-                None if x is None else next_to_each_other(x, k)
-                for x, k in zip((self.y, self.h, self.c), (1, 0, 0), strict=True)
-            ]
-        )
+        parts = zip((self.y, self.h, self.c), (1, 0, 0), strict=True)
+        return Seeds(*(None if x is None else next_to_each_other(x, k) for x, k in parts))
 
 
 @dataclass
@@ -168,9 +164,8 @@ class Stack:
         """Back through all layers, and `to_input`."""
         dy, adjoints = seeds.y, list[list[Adjoint]]()
         for k in reversed(range(len(self.traces))):
-            row = [
-                recurrent_back.pull(trace, *given, k > 0 or to_input) for trace, given in self.seeds_of(k, dy, seeds)
-            ]
+            pairs, further = self.seeds_of(k, dy, seeds), k > 0 or to_input
+            row = [recurrent_back.pull(trace, *given, further) for trace, given in pairs]
             adjoints.insert(0, row)
             if k:
                 dy = self.input_gradient(k, row)

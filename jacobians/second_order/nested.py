@@ -141,8 +141,7 @@ def by_column(function: Callable[..., Derivatives], columns: Sequence[Tensor]) -
     """A function of one column each, for all of them: at once, or one after the other where torch cannot batch it."""
     with Composed():
         try:
-            found: Derivatives = vmap(function, randomness="same")(*columns)
-            return found
+            return vmap(function, randomness="same")(*columns)
         except NotImplementedError:
             raise
         except RuntimeError:

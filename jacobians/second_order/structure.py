@@ -107,9 +107,8 @@ class Blocks:
     @property
     def sizes(self) -> list[int]:
         """The rows of a block, by part."""
-        return [
-            prod(size for axis, size in enumerate(shape) if axis and axis not in self.axes) for shape in self.shapes
-        ]
+        inside = (0, *self.axes)
+        return [prod(size for axis, size in enumerate(shape) if axis not in inside) for shape in self.shapes]
 
     @property
     def indices(self) -> Tensor:
@@ -224,10 +223,8 @@ def rows_of_mixed(rule: Differentiable, call: Call, wrt: Wrt) -> Tensor:
     """The same random columns times the Jacobian of each sample: `[TURNS, DRAWS, N, D]`."""
     out, most = call.output, EXPONENTS.get(call.output.dtype, 16)
     generator = torch.Generator().manual_seed(SEED)
-    exponents = torch.randint(-most, most + 1, (TURNS, 1, 1, *out.shape[1:]), generator=generator, device="cpu").to(
-        out.device
-    )
-    column = torch.ldexp(draw((TURNS, DRAWS, 1, *out.shape[1:]), out, 0), exponents).flatten(0, 1)
+    exponents = torch.randint(-most, most + 1, (TURNS, 1, 1, *out.shape[1:]), generator=generator, device="cpu")
+    column = torch.ldexp(draw((TURNS, DRAWS, 1, *out.shape[1:]), out, 0), exponents.to(out.device)).flatten(0, 1)
     rows = rule.jac_t_mat_prod(call, column.expand(-1, *out.shape), wrt, sum_batch=False)
     return rows.reshape(TURNS, DRAWS, call.batch_size, -1)
 

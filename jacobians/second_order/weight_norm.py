@@ -46,8 +46,7 @@ def gradient(node: Node, sent: Gradients, arrived: Gradients) -> Gradients:
 def operand(node: Node, name: str, place: int) -> Tensor:
     """`v` or `g`. What a checkpoint computes again is handed out once, to torch: it must be a parameter there."""
     if not is_checkpointed(node, name):
-        kept: Tensor = saved(node, name)
-        return kept
+        return saved(node, name)
     leaf = leaf_of(node.next_functions[place][0])
     if leaf is None:
         raise UnsupportedLayer(
