@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,10 +166,9 @@ class Rewriting:
         stays = not self.only_training_differs(node) if follows_mode else is_random(node, self.modules)
         if stays:  # so does what draws in both modes, or in none (dropout, rrelu)
             return None
+        is_size = partial(self.rows.is_size_of, node=node)
         try:
-            found = convert(
-                rule, function, node.args, node.kwargs, self.is_tensor, lambda n: self.rows.is_size_of(n, node)
-            )
+            found = convert(rule, function, node.args, node.kwargs, self.is_tensor, is_size)
         except CannotConvert:
             return None
         if REGISTRY.find(found.module) is None:  # another forward pass was set on its class

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, type_error
 from bpk.jacobians.core.function_module import Plain
 from bpk.recording.membership import mark_as
 
@@ -90,13 +90,12 @@ class Converted(fx.GraphModule, Plain):
             names = [str(node.target) for node in self.graph.nodes if node.op == "placeholder"]
             if len(args) + len(kwargs) <= len(names) and kwargs.keys() <= {*names}:
                 raise
-            message = explain(
+            raise type_error(
                 f"A converted model takes the inputs {', '.join(names)}, and got something else: {error}.",
                 "inputs that have a default keep it when a model is converted: "
                 f"{', '.join(self.conversion_report.fixed) or 'there are none here'}.",
                 "leave out what is fixed, or use bpk.extend(model) without the converter, which takes any call.",
-            )
-            raise TypeError(message) from error
+            ) from error
 
     def train(self, mode: bool = True) -> Converted:
         """Set the mode; warns where the graph is that of the other one."""

@@ -17,12 +17,9 @@ from bpk.rules import REGISTRY
 
 def convolution(layer: type[nn.Module], weight: Tensor, groups: int = 1, **options: Any) -> nn.Module:
     """A convolution of this shape, transposed or not."""
-    first, second = len(weight), weight.shape[1] * groups
-    channels = (
-        (first, second)
-        if issubclass(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
-        else (second, first)
-    )
+    channels = [weight.shape[1] * groups, len(weight)]
+    if issubclass(layer, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)):
+        channels.reverse()
     return layer(*channels, tuple(weight.shape[2:]), groups=groups, **options)
 
 

@@ -7,7 +7,7 @@ pass comes by. When that has ended, what adds up is reduce-scattered to shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bpk.distributed.fields import rule_of, sizes_of
 from bpk.distributed.statistics import Statistics, objects, over_processes, together
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.extensions.over_batches import Rows, Size
+from bpk.extensions.over_batches import Parts, Rows, Size
 from bpk.fields.local import SLOT, Local
 from bpk.jacobians.core.errors import runtime_error
 from bpk.recording.context.surroundings import is_managed, is_sharded, may_shard
@@ -44,7 +44,10 @@ class Sharded:
         ]
 
     def known(self) -> dict[str, tuple[Any, Tensor]]:
-        """Shards and whole parameters, once FSDP2 has ended its pass, under names that all processes have."""
+        """Shards, without fields of earlier passes, and whole parameters, once FSDP2 has ended its pass.
+
+        They are under names that all processes have.
+        """
         known: dict[str, tuple[Any, Tensor]] = {}
         for number, (module, name, whole) in enumerate(self.whole):
             shard = module._parameters[name]
@@ -55,6 +58,8 @@ class Sharded:
                     "leave out set_reshard_after_backward(False).",
                 )
             known.setdefault(f"{number:06}", (shard, whole))
+            for field in self.rules:
+                vars(shard).pop(field, None)
         return known
 
     def finish(self) -> None:
@@ -65,9 +70,6 @@ class Sharded:
                 local.setdefault(field, {})[name] = vars(full)[SLOT][field]
         sizes = sizes_of(local, None, None, self.rules)
         size, every, mine = sizes[dist.get_rank()], together(sizes), dict[str, dict[str, Any]]()
-        for shard, _ in known.values():
-            for field in self.rules:
-                vars(shard).pop(field, None)
         for field, rule in self.rules.items():
             for name, one in local.get(field, {}).items():
                 shard, full = known[name]
@@ -81,11 +83,9 @@ class Sharded:
                     mine.setdefault(field, {})[name] = scaled
         for _, full in known.values():
             vars(full).pop(SLOT, None)
-        for field, by_name in self.summed(known, mine, sizes).items():
-            for name, parts in by_name.items():
-                shard = known[name][0]
-                found = self.rules[field].whole(parts, every)
-                vars(shard)[field] = found if isinstance(found, list) else found.to(shard.dtype)
+        for field, shard, parts in self.summed(known, mine, sizes):
+            found = self.rules[field].whole(parts, every)
+            vars(shard)[field] = found if isinstance(found, list) else found.to(shard.dtype)
 
     def add_up(self, size: Size | None) -> Size:
         """The same where fields hold what adds up over batches: shards get the totals of all processes' batches.
@@ -95,9 +95,6 @@ class Sharded:
         """
         sizes = objects(size, None)
         known, mine = self.known(), dict[str, dict[str, Any]]()
-        for shard, _ in known.values():
-            for field in self.rules:
-                vars(shard).pop(field, None)
         for name, (shard, full) in known.items():
             for field, rule in self.rules.items():
                 if (value := vars(full).pop(field, None)) is None:
@@ -107,19 +104,20 @@ class Sharded:
                     vars(shard)[field] = value
                 elif size is not None:
                     mine.setdefault(field, {})[name] = rule.scaled(parts, size)
-        for field, by_name in self.summed(known, mine, sizes).items():
-            for name, parts in by_name.items():
-                shard = known[name][0]
-                vars(shard)[field] = {part: x if is_sharded(x) else cut(x, shard) for part, x in parts.items()}
+        for field, shard, parts in self.summed(known, mine, sizes):
+            vars(shard)[field] = {part: x if is_sharded(x) else cut(x, shard) for part, x in parts.items()}
         return together(sizes)
 
     def summed(
         self, known: dict[str, tuple[Any, Tensor]], mine: Statistics, sizes: Sequence[Size | None]
-    ) -> Statistics:
-        """Totals of all processes, in shards."""
+    ) -> Iterator[tuple[str, Any, Parts]]:
+        """Fields, shards of parameters, and totals of all processes, in shards."""
         sums = {field: rule for field, rule in self.rules.items() if not isinstance(rule, Rows)}
         device = next(iter(known.values()))[1].device
-        return over_processes(sums, mine, sizes, device, shard=lambda place, x: shard_of(x, known[place[1]][0]))
+        totals = over_processes(sums, mine, sizes, device, shard=lambda place, x: shard_of(x, known[place[1]][0]))
+        for field, by_name in totals.items():
+            for name, parts in by_name.items():
+                yield field, known[name][0], parts
 
     def on_whole(self, field: str) -> list[Any]:
         """A field of all parameters, while it is on whole ones."""

@@ -85,7 +85,7 @@ class Share:
 
 def has_indices(loader: object) -> TypeGuard[DataLoader[Any]]:
     """Whether a loader says which samples are in a batch, before it loads them."""
-    if not isinstance(loader, DataLoader) or type(loader) is not DataLoader:  # one's own may iterate in another way
+    if type(loader) is not DataLoader:  # a class of one's own may iterate in another way
         return False
     return loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -179,8 +180,4 @@ def held_of(x: Tensor | None, form: Form, device: torch.device) -> Tensor:
 
 def together(sizes: Sequence[Size | None]) -> Size:
     """The size of all shares."""
-    known = [size for size in sizes if size is not None]
-    whole = known[0]
-    for size in known[1:]:
-        whole = whole + size
-    return whole
+    return reduce(Size.__add__, [size for size in sizes if size is not None])

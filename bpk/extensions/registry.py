@@ -53,14 +53,13 @@ class Quantities(collected.Collected[Quantity]):
 def made(extension: Any) -> BackpropExtension:
     """The instance that is listed, documented and verified."""
     try:
-        instance: BackpropExtension = extension()
+        return extension()
     except Exception as error:  # whatever a constructor raises
         raise value_error(
             f"{full_name(extension)} cannot be made without arguments: {error}",
             "tables, pages and tests show the quantity as it is by default.",
             "give every argument a default value.",
         ) from error
-    return instance
 
 
 def full_name(extension: Quantity) -> str:

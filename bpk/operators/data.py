@@ -48,8 +48,8 @@ class Problem:
             why = "it gives the batches"
             do = "pass a DataLoader, a list of batches, or one batch (inputs, targets)"
             raise self.refused(f"{kind_of(loader)} as loader", why, do)
-        if may_be_either(loader):
-            why = "it may be one batch (inputs, targets), or two batches that are pairs"
+        if is_batch(loader) and all(isinstance(part, (tuple, list)) and len(part) == 2 for part in loader):
+            why = "it may be one batch (inputs, targets), or two batches that are pairs"  # tuple(loader)
             do = "pass [(inputs, targets)] for one batch, a list of batches for two"
             raise self.refused("a tuple of two pairs, at least one of them a list", why, do)
         self.loader: Iterable[tuple[Any, Any]] = [loader] if is_batch(loader) else loader  # type: ignore[list-item]
@@ -87,10 +87,8 @@ class Problem:
                 raise self.refused(what, "a batch is a pair (inputs, targets)", do)
             yield tuple(tree_map(lambda x: tracked(x).to(self.device) if isinstance(x, Tensor) else x, tuple(batch)))
         if number < 0:
-            why = "a mean over no data is not defined"
-            raise self.refused(
-                "a loader without batches", why, "pass a DataLoader or a list, not an exhausted iterator"
-            )
+            why, do = "a mean over no data is not defined", "pass a DataLoader or a list, not an exhausted iterator"
+            raise self.refused("a loader without batches", why, do)
 
     # ---- is it defined ------------------------------------------------------------------------------
     def modes_now(self) -> list[bool]:
@@ -170,13 +168,6 @@ def kind_of(thing: object) -> str:
 def is_batch(loader: Any) -> bool:
     """Whether this is one batch, not several; two tuples are two batches, though each could be inputs or targets."""
     return isinstance(loader, tuple) and len(loader) == 2 and not all(isinstance(part, tuple) for part in loader)
-
-
-def may_be_either(loader: Any) -> bool:
-    """Whether this may be one batch as well as two: `tuple(loader)`, of a loader whose batches are lists."""
-    if not is_batch(loader):
-        return False
-    return all(isinstance(part, (tuple, list)) and len(part) == 2 for part in loader)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -22,8 +22,7 @@ Parameters = Mapping[str, Tensor]
 def evaluate(model: nn.Module, x: Any) -> Tensor:
     """The output, with its graph."""
     with torch.enable_grad():
-        z: Tensor = model(x)
-    return z
+        return model(x)
 
 
 def with_tangents(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,6 @@ from bpk.utils.damped import DampedInverse, positive_damping, split_damping
 from bpk.utils.kroneckers import inv_kfac_mat_prod, kfac_mat_prod, reordered
 
 Product = Callable[[Tensor], Tensor]
-
-
-def any_number(batch: Any) -> float:
-    """The divisor of a single batch, which has the weight of all data."""
-    return 1.0
 
 
 class BlockDiagonal(SymmetricOperator):
@@ -82,7 +76,7 @@ class KFAC(BlockDiagonal):
         extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
         orders = extension.orders = {}
         batches = list(problem.batches()) if problem.single else problem.loader
-        divisor = any_number if problem.single else None  # there is nothing to weigh
+        divisor = (lambda batch: 1.0) if problem.single else None  # any number: there is nothing to weigh
         found = accumulate(model, loss_fn, batches, extension, device=problem.device, divisor=divisor)
         if are_there():
             share_orders(orders, problem.params)

@@ -53,10 +53,7 @@ class DampedInverse:
     def of_state(cls, state: dict[str, list[Tensor]], device: torch.device) -> DampedInverse:
         """The inverse whose `state_dict()` was saved."""
         made = cls.__new__(cls)
-        made.bases, (made.scale,) = (
-            [basis.to(device) for basis in state["bases"]],
-            [x.to(device) for x in state["scale"]],
-        )
+        made.bases, made.scale = [basis.to(device) for basis in state["bases"]], state["scale"][0].to(device)
         return made
 
     def state_dict(self) -> dict[str, list[Tensor]]:

@@ -46,7 +46,9 @@ def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
             [0., 0., 1., 1.],
             [0., 0., 2., 2.]])
     """
-    A, B = checked_matrices(A, B)
+    if not all(isinstance(f, Tensor) and is_matrix(f) for f in (A, B)):
+        found = [list(f.shape) if isinstance(f, Tensor) else type(f).__name__ for f in (A, B)]
+        raise ValueError(f"two_kfacs_to_mat takes two matrices, got {found}.")
     return torch.kron(dense(A), dense(B))
 
 
@@ -200,14 +202,6 @@ def checked(factors: Sequence[Tensor]) -> list[Tensor]:
 def is_square(x: object) -> bool:
     """Whether something is a square matrix."""
     return isinstance(x, Tensor) and is_matrix(x) and x.shape[0] == x.shape[1]
-
-
-def checked_matrices(*matrices: Tensor) -> Sequence[Tensor]:
-    """The same tensors, if they are matrices."""
-    if not all(isinstance(f, Tensor) and is_matrix(f) for f in matrices):
-        found = [list(f.shape) if isinstance(f, Tensor) else type(f).__name__ for f in matrices]
-        raise ValueError(f"two_kfacs_to_mat takes two matrices, got {found}.")
-    return matrices
 
 
 def is_matrix(tensor: Tensor) -> bool:
