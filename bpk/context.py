@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 from bpk.backward import Backward
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.jacobians.core.errors import counted, explain
+from bpk.jacobians.core.errors import counted, value_error
 from bpk.recording.context.opened import ExtensionHook, Opened, Pass, Settings
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import require_eager
@@ -65,29 +65,23 @@ class backpack(Settings):
         for extension in extensions:
             check_extension(extension)
             if grad_scaler is not None and extension.has_module_extensions:
-                raise ValueError(
-                    explain(
-                        f"{extension} has module extensions, and backpack(...) a grad_scaler.",
-                        "nothing tells how what they return scales with the loss.",
-                        "leave out grad_scaler=, and divide their fields by the right power of scaler.get_scale().",
-                    )
+                raise value_error(
+                    f"{extension} has module extensions, and backpack(...) a grad_scaler.",
+                    "nothing tells how what they return scales with the loss.",
+                    "leave out grad_scaler=, and divide their fields by the right power of scaler.get_scale().",
                 )
         check_fields(extensions)
         if extension_hook is not None and not callable(extension_hook):
-            raise ValueError(
-                explain(
-                    f"backpack(..., extension_hook={extension_hook!r}) cannot be called.",
-                    "it is called with each module whose fields are there.",
-                    "pass a function of a module: extension_hook=lambda module: ...",
-                )
+            raise value_error(
+                f"backpack(..., extension_hook={extension_hook!r}) cannot be called.",
+                "it is called with each module whose fields are there.",
+                "pass a function of a module: extension_hook=lambda module: ...",
             )
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
-            raise ValueError(
-                explain(
-                    f"backpack(..., grad_scaler={grad_scaler!r}) is no GradScaler.",
-                    "fields are divided by the scale that it has when the backward pass runs.",
-                    "pass the scaler itself: grad_scaler=scaler.",
-                )
+            raise value_error(
+                f"backpack(..., grad_scaler={grad_scaler!r}) is no GradScaler.",
+                "fields are divided by the scale that it has when the backward pass runs.",
+                "pass the scaler itself: grad_scaler=scaler.",
             )
         chunk_size, memory = positive("chunk_size", chunk_size), positive("memory", memory)
         super().__init__(extensions, extension_hook, debug, retain_graph, chunk_size, memory, grad_scaler=grad_scaler)
@@ -121,12 +115,10 @@ def positive(name: str, number: int | None) -> int | None:
     """A number of at least one, or `None`."""
     found = counted(number)
     if number is not None and found is None:
-        raise ValueError(
-            explain(
-                f"backpack(..., {name}={repr(number)}) is not a whole number of at least 1.",
-                "it limits how many columns, or bytes of columns, exist at a time.",
-                f"pass a whole number, or leave {name} out.",
-            )
+        raise value_error(
+            f"backpack(..., {name}={repr(number)}) is not a whole number of at least 1.",
+            "it limits how many columns, or bytes of columns, exist at a time.",
+            f"pass a whole number, or leave {name} out.",
         )
     return found
 
@@ -136,13 +128,11 @@ def check_fields(extensions: Sequence[BackpropExtension]) -> None:
     fields: dict[str, BackpropExtension] = {}
     for extension in extensions:
         if extension.savefield in fields:
-            raise ValueError(
-                explain(
-                    f"backpack(...) got {fields[extension.savefield]} and {extension}, which both save "
-                    f"'{extension.savefield}'.",
-                    "one would overwrite the other.",
-                    "use one of them, or give one another name: extension.savefield = '...'.",
-                )
+            raise value_error(
+                f"backpack(...) got {fields[extension.savefield]} and {extension}, which both save "
+                f"'{extension.savefield}'.",
+                "one would overwrite the other.",
+                "use one of them, or give one another name: extension.savefield = '...'.",
             )
         fields[extension.savefield] = extension
 
@@ -154,14 +144,12 @@ def check_field(extension: BackpropExtension) -> None:
         field = extension.savefield
     except AttributeError as error:
         do = "call super().__init__() in its __init__."
-        raise ValueError(explain(f"{name} has no savefield.", "its base class was not initialised.", do)) from error
+        raise value_error(f"{name} has no savefield.", "its base class was not initialised.", do) from error
     if field in TAKEN:
-        raise ValueError(
-            explain(
-                f"{name} saves its values in '{field}', which every tensor has.",
-                "parameters would lose what torch keeps there.",
-                'take another name: field = "..." in the class, or savefield=.',
-            )
+        raise value_error(
+            f"{name} saves its values in '{field}', which every tensor has.",
+            "parameters would lose what torch keeps there.",
+            'take another name: field = "..." in the class, or savefield=.',
         )
 
 
@@ -172,19 +160,15 @@ def check_extension(extension: object) -> None:
         return
     if isinstance(extension, type) and issubclass(extension, BackpropExtension):
         name = extension.__name__
-        raise ValueError(
-            explain(
-                f"backpack(...) got the class {name} instead of an instance.",
-                "an extension carries options and results, so it must be created first.",
-                f"write backpack({name}()).",
-            )
+        raise value_error(
+            f"backpack(...) got the class {name} instead of an instance.",
+            "an extension carries options and results, so it must be created first.",
+            f"write backpack({name}()).",
         )
-    raise ValueError(
-        explain(
-            f"backpack(...) got {repr(extension)}, which is not an extension.",
-            "it takes instances of the classes in bpk.extensions.",
-            "write for example backpack(BatchGrad(), KFAC()); for a list of extensions, backpack(*extensions).",
-        )
+    raise value_error(
+        f"backpack(...) got {repr(extension)}, which is not an extension.",
+        "it takes instances of the classes in bpk.extensions.",
+        "write for example backpack(BatchGrad(), KFAC()); for a list of extensions, backpack(*extensions).",
     )
 
 

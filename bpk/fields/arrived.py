@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.rule import Rule
 
@@ -112,10 +112,8 @@ class Use:
 def different_matrices(param: Tensor) -> UnsupportedLayer:
     """The error where uses of a parameter have input factors, but none in common, and no whole block is known."""
     return UnsupportedLayer(
-        explain(
-            f"KFRA cannot be computed for a parameter of shape {list(param.shape)}, of which its uses make different "
-            "matrices.",
-            "the recursion gives each of these uses Kronecker factors of its own.",
-            "use KFLR or KFAC.",
-        )
+        f"KFRA cannot be computed for a parameter of shape {list(param.shape)}, of which its uses make different "
+        "matrices.",
+        "the recursion gives each of these uses Kronecker factors of its own.",
+        "use KFLR or KFAC.",
     )

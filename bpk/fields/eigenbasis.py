@@ -10,7 +10,7 @@ from torch import Tensor
 from bpk.fields.arrived import PIECE
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.eigendecomposition import eigh
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import is_finite, wide
 from bpk.jacobians.core.room import WHOLE
 from bpk.utils.ekfac import Eigenbasis
@@ -91,11 +91,9 @@ def decomposed(factor: Tensor, uses: Uses) -> Decomposed:
         row, column = factor.coalesce().indices()
         if not torch.equal(row, column):
             raise UnsupportedLayer(
-                explain(
-                    f"EKFAC has no eigenbasis for a parameter {list(uses.param.shape)}.",
-                    f"its factor [{len(factor)}, {len(factor)}] is sparse, but not diagonal.",
-                    "freeze the parameter (requires_grad=False), or use KFAC or DiagGGNMC for it.",
-                )
+                f"EKFAC has no eigenbasis for a parameter {list(uses.param.shape)}.",
+                f"its factor [{len(factor)}, {len(factor)}] is sparse, but not diagonal.",
+                "freeze the parameter (requires_grad=False), or use KFAC or DiagGGNMC for it.",
             )
         return diagonal(factor), None
     if not is_finite(factor):  # what was not finite stays so, and where it was

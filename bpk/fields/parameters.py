@@ -18,7 +18,7 @@ from bpk.fields.spare_memory import spare_memories
 from bpk.fields.statistics import Uses
 from bpk.fields.totals import Totals
 from bpk.fields.values import Stacked, combined, stack_for, unshared, value_of
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.quantity import Quantity
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import may_shard, require_whole
@@ -165,11 +165,9 @@ class Parameters:
         """One more use of a parameter has been reached by an observer."""
         if state.done:
             raise UnsupportedLayer(
-                explain(
-                    f"A parameter {list(state.param.shape)} was final when another use of it was reached.",
-                    "layers behind one loss use it, and functions behind another one.",
-                    "use one extended loss, or use the parameter in layers only.",
-                )
+                f"A parameter {list(state.param.shape)} was final when another use of it was reached.",
+                "layers behind one loss use it, and functions behind another one.",
+                "use one extended loss, or use the parameter in layers only.",
             )
         if key not in state.uses:
             state.uses[key] = Uses(state.param, batch_size, [], *self.wants[key])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bpk.fields.rows import Rows, join, once
 from bpk.jacobians.core import outer
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.outer import Outer, Some
 from bpk.jacobians.core.products import add_up
@@ -70,11 +70,9 @@ class Products(Rows):
         parts = use.rule.outer(use.call, next(iter(use.arrived.blocks.values())), use.name)
         if not parts:
             raise UnsupportedLayer(
-                explain(
-                    f"{use.rule.name} does not say how Kronecker factors of '{use.name}' see its rows.",
-                    "the rule has kron_input, and no outer.",
-                    "give the rule the method outer, or use another posterior for this parameter.",
-                )
+                f"{use.rule.name} does not say how Kronecker factors of '{use.name}' see its rows.",
+                "the rule has kron_input, and no outer.",
+                "give the rule the method outer, or use another posterior for this parameter.",
             )
         scales = left.split([part.columns.shape[2:4].numel() for part in parts], 1)
         for rows in self.pieces():

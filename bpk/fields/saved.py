@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.quantity import Quantity
 from bpk.recording.membership import parameters_in
 
@@ -83,9 +83,7 @@ def apart(value: list[Any], fields: Iterable[Any]) -> list[Any]:
 def one_value_only(where: str, name: str) -> UnsupportedLayer:
     """The refusal of a second value for a field that a module extension has given."""
     return UnsupportedLayer(
-        explain(
-            f"A parameter of '{where}' has a module extension for '{name}', and is used more than once.",
-            "a module extension gives the field of one call, and nothing is known of how fields of several add up.",
-            "write a rule (bpk.register) in place of it, or let each call have its own parameter.",
-        )
+        f"A parameter of '{where}' has a module extension for '{name}', and is used more than once.",
+        "a module extension gives the field of one call, and nothing is known of how fields of several add up.",
+        "write a rule (bpk.register) in place of it, or let each call have its own parameter.",
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import Columns
 from bpk.fields.statistics import Uses
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.quantity import Quantity
 
 
@@ -46,10 +46,7 @@ def require_same_samples(extension: Quantity, before: Any, value: Any, param: Te
 def different_sizes(what: object, sizes: Iterable[int], param: Tensor) -> UnsupportedLayer:
     """The refusal."""
     return UnsupportedLayer(
-        explain(
-            f"{what} met batches of {' and '.join(map(str, sorted(sizes)))} samples at a parameter "
-            f"{list(param.shape)}.",
-            "sample n of each is taken for the same one, as in a Siamese network, and these have different sizes.",
-            "use one backward pass for each batch.",
-        )
+        f"{what} met batches of {' and '.join(map(str, sorted(sizes)))} samples at a parameter {list(param.shape)}.",
+        "sample n of each is taken for the same one, as in a Siamese network, and these have different sizes.",
+        "use one backward pass for each batch.",
     )

@@ -17,7 +17,7 @@ from bpk.fields.products import Products
 from bpk.fields.rows import once
 from bpk.fields.sums import add_into, squares, weighted_sum
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.gemm import gram
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.room import is_too_large_for_a_block, require_room
@@ -189,12 +189,10 @@ class Uses(Products):
         found = [self.kron_rows(use, key, approximation) for use in self.uses if key in use.arrived.blocks]
         if len({rows.shape for rows in found}) > 1:
             raise UnsupportedLayer(
-                explain(
-                    f"A parameter {list(self.param.shape)} is used at different numbers of positions: rows "
-                    f"{' and '.join(str(list(rows.shape)) for rows in found)}.",
-                    "with approximation='expand', uses add up position by position.",
-                    "leave out approximation=, which adds up the positions of each use first.",
-                )
+                f"A parameter {list(self.param.shape)} is used at different numbers of positions: rows "
+                f"{' and '.join(str(list(rows.shape)) for rows in found)}.",
+                "with approximation='expand', uses add up position by position.",
+                "leave out approximation=, which adds up the positions of each use first.",
             )
         rows = add_up(found).flatten(0, -2)
         return gram(rows.T)
@@ -234,12 +232,10 @@ def averaged(use: Use, n: int) -> Call:
     call, samples = use.call, use.samples
     if samples is None or not use.rule.averages_inputs or len(call.inputs) > 1:
         raise UnsupportedLayer(
-            explain(
-                f"Kronecker factors of a parameter {list(call.params[use.name].shape)} are not known with "
-                "approximation='reduce'.",
-                "it averages over the positions of a sample, which are rows of the batch axis of a layer there.",
-                "give the layer the batch axis alone in front ([N, T, ...]), or use the default or 'expand'.",
-            )
+            f"Kronecker factors of a parameter {list(call.params[use.name].shape)} are not known with "
+            "approximation='reduce'.",
+            "it averages over the positions of a sample, which are rows of the batch axis of a layer there.",
+            "give the layer the batch axis alone in front ([N, T, ...]), or use the default or 'expand'.",
         )
     counts = torch.bincount(samples, minlength=n).clamp(min=1)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from bpk.fields.kept_uses import KeptRows, Together, are_small, lean
 from bpk.fields.statistics import Uses
 from bpk.fields.values import value_of
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.quantity import Quantity
 from bpk.recording.context.state import CTX
 
@@ -49,11 +49,9 @@ class Totals:
         share, total = extension.share(kept), self.totals.get(index)
         if total is not None and share.shape != total.shape:
             raise UnsupportedLayer(
-                explain(
-                    f"{extension} met parameters of {len(total)} and of {len(share)} samples in one pass.",
-                    "what it adds up over parameters must be that of the same samples.",
-                    "use one backward pass for each batch.",
-                )
+                f"{extension} met parameters of {len(total)} and of {len(share)} samples in one pass.",
+                "what it adds up over parameters must be that of the same samples.",
+                "use one backward pass for each batch.",
             )
         self.totals[index] = share if total is None else total + share.to(total.device)
 

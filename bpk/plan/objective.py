@@ -15,7 +15,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
+from bpk.jacobians.core.errors import UnsupportedLayer, explain, runtime_error, warn
 from bpk.plan.quantity import FAIL_ERROR, FAIL_WARN, Quantity
 from bpk.plan.sources import Sources
 from bpk.recording import engine
@@ -108,22 +108,18 @@ def require_linear(loss: Record, outside: Outside) -> None:
     """Refuse second order where the objective is a nonlinear function of losses."""
     if not outside.seen:
         raise UnsupportedLayer(
-            explain(
-                f"What is differentiated behind the loss {loss.where} cannot be seen.",
-                "the backward pass was started by none of autograd's functions; there might be other parts of the "
-                "objective, whose curvature would be missing.",
-                "call loss.backward(), or use first-order extensions.",
-            )
+            f"What is differentiated behind the loss {loss.where} cannot be seen.",
+            "the backward pass was started by none of autograd's functions; there might be other parts of the "
+            "objective, whose curvature would be missing.",
+            "call loss.backward(), or use first-order extensions.",
         )
     if outside.curved:
         names = ", ".join(sorted(name.removesuffix("0") for name in outside.curved))
         raise UnsupportedLayer(
-            explain(
-                f"The objective is a nonlinear function of the loss {loss.where}.",
-                f"quantities of second order are those of the loss; the curvature of what follows it ({names}) would "
-                "be missing.",
-                "write the whole objective as one module and extend that, or use first-order extensions.",
-            )
+            f"The objective is a nonlinear function of the loss {loss.where}.",
+            f"quantities of second order are those of the loss; the curvature of what follows it ({names}) would "
+            "be missing.",
+            "write the whole objective as one module and extend that, or use first-order extensions.",
         )
 
 
@@ -132,13 +128,11 @@ def require_losses_only(above: Iterable[Record], outside: Outside) -> None:
     touched = next((record for record in above if record in outside.calls), None)
     if touched is not None:
         raise UnsupportedLayer(
-            explain(
-                f"The gradient at {touched.where} is not that of the extended losses.",
-                "something else is part of the objective (a loss that is not extended, a penalty by plain functions), "
-                "and its curvature would be missing.",
-                "extend every loss (bpk.extend), or write the whole objective as one module and extend that, or use "
-                "first-order extensions.",
-            )
+            f"The gradient at {touched.where} is not that of the extended losses.",
+            "something else is part of the objective (a loss that is not extended, a penalty by plain functions), "
+            "and its curvature would be missing.",
+            "extend every loss (bpk.extend), or write the whole objective as one module and extend that, or use "
+            "first-order extensions.",
         )
 
 
@@ -151,13 +145,11 @@ def require_no_penalty(records: Iterable[Record], sources: Sources, outside: Out
         for name, p in named.items():
             if id(p) in leaves:
                 raise UnsupportedLayer(
-                    explain(
-                        f"The parameter {name} is part of the objective by itself: in a penalty, or an input gradient.",
-                        "that share of its gradient passes no extended loss and belongs to no sample: individual "
-                        "gradients, and all that follows from them, would not be those of the objective.",
-                        "extend every loss, also one that reads an input gradient; of a penalty on parameters, call "
-                        "backward() outside of backpack(...): .grad adds up.",
-                    )
+                    f"The parameter {name} is part of the objective by itself: in a penalty, or an input gradient.",
+                    "that share of its gradient passes no extended loss and belongs to no sample: individual "
+                    "gradients, and all that follows from them, would not be those of the objective.",
+                    "extend every loss, also one that reads an input gradient; of a penalty on parameters, call "
+                    "backward() outside of backpack(...): .grad adds up.",
                 )
 
 
@@ -201,10 +193,8 @@ def require_scaled(scale: float, grad: Tensor) -> None:
         below = any(node is engine.current_node() for node, _ in root.next_functions)
         other = below and grad.numel() == 1 and bool(grad.isfinite()) and float(grad) != scale
         if root.name() != "MulBackward0" or other:
-            raise RuntimeError(
-                explain(
-                    f"The backward pass did not begin at a loss times {scale:g}, the scale of grad_scaler.",
-                    "fields are divided by powers of it, and would be too small.",
-                    "write grad_scaler.scale(loss).backward(), and grad_scaler.update() after it.",
-                )
+            raise runtime_error(
+                f"The backward pass did not begin at a loss times {scale:g}, the scale of grad_scaler.",
+                "fields are divided by powers of it, and would be too small.",
+                "write grad_scaler.scale(loss).backward(), and grad_scaler.update() after it.",
             )

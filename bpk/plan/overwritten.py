@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error
 from bpk.plan.graph import connected
 from bpk.recording import engine
 from bpk.recording.record import Record
@@ -30,11 +30,9 @@ def require_result(record: Record, grad: Tensor, node: Node) -> None:
         assert call.pull is not None
         found = call.pull(grad)
     if (found - expected).abs().max() > 1e-3 * expected.abs().max():
-        raise RuntimeError(
-            explain(
-                f"The output of {record.where} was changed in place inside of a checkpoint.",
-                "autograd computes the layer's gradient from its output. Outside of a checkpoint it refuses this, "
-                "inside it does not see it: '.grad' is wrong.",
-                "set inplace=False in the layer that follows (or write 'x = x + y' for 'x += y').",
-            )
+        raise runtime_error(
+            f"The output of {record.where} was changed in place inside of a checkpoint.",
+            "autograd computes the layer's gradient from its output. Outside of a checkpoint it refuses this, "
+            "inside it does not see it: '.grad' is wrong.",
+            "set inplace=False in the layer that follows (or write 'x = x + y' for 'x += y').",
         )

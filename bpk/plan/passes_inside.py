@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.engine import pull_back
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error
 from bpk.plan.graph import Source, gradient_edge, zeros_at
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
@@ -49,14 +49,12 @@ def version(grad: Tensor | None) -> int:
 def refusal(source: Source, users: list[type[Any]]) -> RuntimeError:
     """What the user is told."""
     names = ", ".join(dict.fromkeys(f"'{function.__name__}'" for function in users))
-    return RuntimeError(
-        explain(
-            f"'{source.consumer.path}' is given what comes out of a function ({names}) that starts a backward pass of "
-            "its own.",
-            "that pass adds to the .grad of parameters whenever bpk asks the function for a product, and sees neither "
-            "the loss nor other uses of the parameters.",
-            "let the function take the parameters as inputs and return their gradients (torch.autograd.grad in place "
-            "of backward), or use the layers without it (reversible=False; "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) saves memory, too).",
-        )
+    return runtime_error(
+        f"'{source.consumer.path}' is given what comes out of a function ({names}) that starts a backward pass of "
+        "its own.",
+        "that pass adds to the .grad of parameters whenever bpk asks the function for a product, and sees neither "
+        "the loss nor other uses of the parameters.",
+        "let the function take the parameters as inputs and return their gradients (torch.autograd.grad in place "
+        "of backward), or use the layers without it (reversible=False; "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) saves memory, too).",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.second_order.graph import between
 from bpk.jacobians.second_order.group_norm import FUSED, passes_statistics
 from bpk.plan.graph import Source
@@ -26,13 +26,11 @@ def require_statistics_unread(source: Source, second_order: bool) -> None:
         return
     if second_order or any(is_behind_parameters(node, source) for node in source.nodes if node.name() == FUSED):
         raise UnsupportedLayer(
-            explain(
-                f"Products cannot pass the functions before {source.consumer.where}.",
-                "they read the statistics of a group normalisation, as its gradient does where the forward pass asks "
-                "for that (forces), and torch loses parts of their derivatives where terms are followed one by one.",
-                "write the normalisation with other functions: y = x.unflatten(1, (groups, -1)).flatten(2), then "
-                "(y - y.mean(-1, keepdim=True)) * (y.var(-1, False, keepdim=True) + eps).rsqrt().",
-            )
+            f"Products cannot pass the functions before {source.consumer.where}.",
+            "they read the statistics of a group normalisation, as its gradient does where the forward pass asks "
+            "for that (forces), and torch loses parts of their derivatives where terms are followed one by one.",
+            "write the normalisation with other functions: y = x.unflatten(1, (groups, -1)).flatten(2), then "
+            "(y - y.mean(-1, keepdim=True)) * (y.var(-1, False, keepdim=True) + eps).rsqrt().",
         )
 
 

@@ -12,7 +12,7 @@ from weakref import WeakSet
 from torch import nn
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import UnsupportedLayer, explain, warn
+from bpk.jacobians.core.errors import UnsupportedLayer, explain, value_error, warn
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.losses.loss import HAS_PARAMETERS, MAKE_LAYER, Loss
 from bpk.jacobians.rule import Rule
@@ -114,13 +114,11 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     """
     rule = record.rule
     if record.is_loss and extension.second_order and record.output.dim() > 0:
-        raise ValueError(
-            explain(
-                f"{extension} needs a scalar loss, but {record.where} returned shape {list(record.output.shape)}.",
-                "it is a quantity of one scalar objective.",
-                "use reduction='mean' or reduction='sum'; to weight samples, a loss module of your own that returns "
-                "the weighted sum, extended.",
-            )
+        raise value_error(
+            f"{extension} needs a scalar loss, but {record.where} returned shape {list(record.output.shape)}.",
+            "it is a quantity of one scalar objective.",
+            "use reduction='mean' or reduction='sum'; to weight samples, a loss module of your own that returns "
+            "the weighted sum, extended.",
         )
     if record.problem:
         answer = Support(Kind.REFUSED, record.problem, record.binding.do)
@@ -219,12 +217,12 @@ def require_batch(record: Record) -> None:
         given = "a prediction" if alone else "a tensor that depends on parameters, beside its prediction,"
         what = f"The loss {record.where} got {given} of shape {tuple(short[0].shape)}, which has no batch axis."
         do = ADD_AXIS if alone else "let the model repeat it for all samples: temperature.expand(len(x), 1)."
-        raise UnsupportedLayer(explain(what, "quantities are those of the samples of a batch.", do))
+        raise UnsupportedLayer(what, "quantities are those of the samples of a batch.", do)
     if not record.problem and record.inputs and record.batch_size == 0:
         what = f"The batch at {record.where} is empty."
         why = "individual and averaged quantities of no samples are undefined."
         do = "skip empty batches (for example drop_last=True in the DataLoader)."
-        raise ValueError(explain(what, why, do))
+        raise value_error(what, why, do)
 
 
 def require_axis(extensions: Sequence[Quantity], records: Iterable[Record]) -> None:
@@ -241,10 +239,8 @@ def require_axis(extensions: Sequence[Quantity], records: Iterable[Record]) -> N
 def check_samples(extension: Quantity, record: Record) -> None:
     """Refuse sample indices beyond the batch."""
     if extension.subsampling and max(extension.subsampling) >= record.batch_size:
-        raise ValueError(
-            explain(
-                f"{extension}: sample index {max(extension.subsampling)} is out of range at {record.where}.",
-                f"the batch has {record.batch_size} samples (axis 0).",
-                "pass indices from 0 to N - 1.",
-            )
+        raise value_error(
+            f"{extension}: sample index {max(extension.subsampling)} is out of range at {record.where}.",
+            f"the batch has {record.batch_size} samples (axis 0).",
+            "pass indices from 0 to N - 1.",
         )

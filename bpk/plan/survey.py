@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer, runtime_error
 from bpk.jacobians.core.function_module import Plain
 from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.samples.hypotheses import mixed
@@ -37,13 +37,11 @@ def require_own(records: Iterable[Record]) -> None:
                 continue
             if any(id(param) in parameters_in(model) for model in around([record.module])[1]):
                 continue
-            raise RuntimeError(
-                explain(
-                    f"{record.where} was called with another '{name}' than it has.",
-                    "the parameter was replaced after the forward pass, or lent by torch.func.functional_call; fields "
-                    "on it would be on no entry of model.parameters().",
-                    "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
-                )
+            raise runtime_error(
+                f"{record.where} was called with another '{name}' than it has.",
+                "the parameter was replaced after the forward pass, or lent by torch.func.functional_call; fields "
+                "on it would be on no entry of model.parameters().",
+                "change values in place (with torch.no_grad(): p.copy_(...)), and call the model itself.",
             )
 
 
@@ -62,13 +60,11 @@ def require_layers(
     given = [shapes for source in behind for node in source.nodes if (shapes := engine.belongings(node).get(GIVEN))]
     if not given and not left:
         CTX.check_transforms(False)
-        raise RuntimeError(
-            explain(
-                f"No extended layer feeds the loss {loss.where}.",
-                "the model was not extended when its forward pass ran, or ran under bpk.disable(), or its layers were "
-                "called by layer.forward(x) or by compiled code, which nobody sees.",
-                "call bpk.extend(model) before the forward pass, run it outside of disable(), and write layer(x).",
-            )
+        raise runtime_error(
+            f"No extended layer feeds the loss {loss.where}.",
+            "the model was not extended when its forward pass ran, or ran under bpk.disable(), or its layers were "
+            "called by layer.forward(x) or by compiled code, which nobody sees.",
+            "call bpk.extend(model) before the forward pass, run it outside of disable(), and write layer(x).",
         )
     first = {shape[:2] for shapes in given for shape in shapes[:1]}
     needed = not all(e.second_order and is_of_batch(e) for e in extensions)
@@ -81,10 +77,8 @@ def require_whole_batch(extensions: Iterable[Quantity], loss: Record) -> None:
     for extension in extensions:
         if extension.subsampling is not None:
             raise UnsupportedLayer(
-                explain(
-                    f"{extension} cannot look at some samples only behind the loss '{loss.path}'.",
-                    "the rows of a layer are not the samples in order: the model merges the batch axis with another, "
-                    "picks rows, or puts them into another order.",
-                    "leave out subsampling=.",
-                )
+                f"{extension} cannot look at some samples only behind the loss '{loss.path}'.",
+                "the rows of a layer are not the samples in order: the model merges the batch axis with another, "
+                "picks rows, or puts them into another order.",
+                "leave out subsampling=.",
             )

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 
@@ -34,12 +34,10 @@ def pass_on_sharding() -> None:
         engine.PASSING_ON[engine.node_class(RegisterPostBackwardFunction)] = 1
         known = FSDPState._pre_backward
     except (ImportError, AttributeError) as error:
-        raise RuntimeError(
-            explain(
-                "Models sharded by fully_shard (FSDP2) are not supported with this version of torch.",
-                f"FSDP2 has changed inside: {error}.",
-                "use DistributedDataParallel, a plain model, or the versions in constraints.txt.",
-            )
+        raise runtime_error(
+            "Models sharded by fully_shard (FSDP2) are not supported with this version of torch.",
+            f"FSDP2 has changed inside: {error}.",
+            "use DistributedDataParallel, a plain model, or the versions in constraints.txt.",
         ) from error
 
     def pre_backward(state: FSDPState, grad: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.rule import Rule
@@ -178,12 +178,10 @@ class Record(Connected):
         if x._version <= self.versions[index]:
             return x
         if not rule.from_output or self.output._version > self.versions[len(self.inputs)]:
-            raise RuntimeError(
-                explain(
-                    f"Input {index} of {self.where} was changed in place after the layer had read it.",
-                    "its Jacobian would be computed from the wrong values.",
-                    "replace the in-place operation that follows (for example 'x += y' by 'x = x + y').",
-                )
+            raise runtime_error(
+                f"Input {index} of {self.where} was changed in place after the layer had read it.",
+                "its Jacobian would be computed from the wrong values.",
+                "replace the in-place operation that follows (for example 'x += y' by 'x = x + y').",
             )
         return self.output
 

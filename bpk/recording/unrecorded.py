@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, runtime_error
 from bpk.jacobians.losses.loss_call import trains
 from bpk.recording import engine
 from bpk.recording.activations import store_on
@@ -135,10 +135,8 @@ def leave_note(module: nn.Module, results: Sequence[Tensor]) -> None:
 def complain(path: str, grads: tuple[Tensor | None, ...]) -> None:
     """The hook that a forward pass under `disable` leaves: it complains if something is missing that was not stored."""
     if CTX.get_active_exts() and not CTX.quiet:
-        raise RuntimeError(
-            explain(
-                f"The forward pass of '{path}' ran under bpk.disable().",
-                "nothing was stored that the active extensions could use.",
-                "run the forward pass outside of disable(), or backward() outside of backpack(...).",
-            )
+        raise runtime_error(
+            f"The forward pass of '{path}' ran under bpk.disable().",
+            "nothing was stored that the active extensions could use.",
+            "run the forward pass outside of disable(), or backward() outside of backpack(...).",
         )

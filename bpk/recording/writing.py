@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.errors import RuleError, explain
+from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.families.several import SeveralOutputs
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
@@ -110,11 +110,9 @@ def require_names(written: Record, node: Node) -> None:
     for name in parameter_edges(node, written.edges, others) if others else ():
         kind = type(written.module).__name__
         raise RuleError(
-            explain(
-                f"The rule of '{written.path}' ({kind}) does not name its parameter '{name}'.",
-                "the parameter takes part in the forward pass, and would get no fields.",
-                f"name it (params=(..., '{name}')) in a family that has Jacobians for parameters, such as "
-                f"bpk.Autodiff({kind}, params=('{name}',)).",
-                written.rule.name if written.rule is not None else "",
-            )
+            f"The rule of '{written.path}' ({kind}) does not name its parameter '{name}'.",
+            "the parameter takes part in the forward pass, and would get no fields.",
+            f"name it (params=(..., '{name}')) in a family that has Jacobians for parameters, such as "
+            f"bpk.Autodiff({kind}, params=('{name}',)).",
+            written.rule.name if written.rule is not None else "",
         )

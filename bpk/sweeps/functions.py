@@ -14,7 +14,7 @@ from bpk.fields.kept_uses import without_graph
 from bpk.fields.parameters import Parameters, ParameterState
 from bpk.fields.sizes import different_sizes
 from bpk.jacobians.core.engine import pull_back
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.broadcast import BroadcastRows, at_parameter, summed
 from bpk.plan.broadcast_places import Broadcast, broadcast_along_rows
@@ -59,7 +59,7 @@ class BroadcastParameters:
         if refused & self.expected.keys():
             what = "A parameter that functions spread over samples is used otherwise behind another loss."
             reason = "autograd adds up both, and was already expected to bring individual gradients."
-            raise UnsupportedLayer(explain(what, reason, "extend all losses (bpk.extend(loss_fn))."))
+            raise UnsupportedLayer(what, reason, "extend all losses (bpk.extend(loss_fn)).")
         self.broadcasts = {key: uses for key, uses in self.broadcasts.items() if key not in refused}
 
     def expect(self, source: Source, sweeps: Mapping[Hashable, Gradient], n: int) -> bool:

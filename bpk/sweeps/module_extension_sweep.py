@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.sweep import Player, module_extension_refused
@@ -61,9 +61,7 @@ class ModuleExtensionSweep(Player):
 def no_way(step: Step) -> UnsupportedLayer:
     """The refusal where functions lie between two layers."""
     return UnsupportedLayer(
-        explain(
-            f"A quantity of module extensions cannot pass {step.where}.",
-            "plain functions with parameters are there, or the quantity is more than one tensor.",
-            "write modules in place of the functions, with module extensions.",
-        )
+        f"A quantity of module extensions cannot pass {step.where}.",
+        "plain functions with parameters are there, or the quantity is more than one tensor.",
+        "write modules in place of the functions, with module extensions.",
     )

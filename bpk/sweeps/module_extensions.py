@@ -121,9 +121,7 @@ def require_none(extensions: Iterable[Quantity], module: nn.Module) -> None:
     """Refuse to pass by a layer that was not recorded as it returned what it was given, if something is for it."""
     if [e for e in extensions if e.module_extension(module) is not None]:
         raise UnsupportedLayer(
-            explain(
-                f"A module extension for {type(module).__name__} cannot take part here.",
-                "the layer returned what it was given; such calls are recorded if the context is open then.",
-                "run the forward pass inside of backpack(...), too.",
-            )
+            f"A module extension for {type(module).__name__} cannot take part here.",
+            "the layer returned what it was given; such calls are recorded if the context is open then.",
+            "run the forward pass inside of backpack(...), too.",
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import Columns, Use
 from bpk.jacobians.core.call import Call, index_of
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer, value_error
 from bpk.jacobians.rule import Rule
 from bpk.plan.plan import Plan
 from bpk.plan.quantity import Takes
@@ -135,12 +135,10 @@ def positive_factor(step: Step) -> float:
     """The scalar in front of a loss, which a square root needs to be non-negative."""
     factor = step.factor
     if factor < 0:
-        raise ValueError(
-            explain(
-                f"The loss {step.where} enters the objective with the negative factor {factor:g}.",
-                "its generalised Gauss-Newton matrix is negative there and has no square root.",
-                "use DiagHessian, BatchDiagHessian, HMP or GGNMP, or keep the factor positive.",
-            )
+        raise value_error(
+            f"The loss {step.where} enters the objective with the negative factor {factor:g}.",
+            "its generalised Gauss-Newton matrix is negative there and has no square root.",
+            "use DiagHessian, BatchDiagHessian, HMP or GGNMP, or keep the factor positive.",
         )
     return factor
 
@@ -153,22 +151,18 @@ def times_root_of_factor(root: Tensor, step: Step) -> Tensor:
 def module_extension_refused(where: str) -> UnsupportedLayer:
     """Only columns and averaged matrices can be handed to user-written module extensions."""
     return UnsupportedLayer(
-        explain(
-            f"A module extension for {where} cannot take part here.",
-            "what travels is more than one tensor.",
-            "register a rule for the layer instead: bpk.register(Autodiff(...)).",
-        )
+        f"A module extension for {where} cannot take part here.",
+        "what travels is more than one tensor.",
+        "register a rule for the layer instead: bpk.register(Autodiff(...)).",
     )
 
 
 def module_extension_missing(where: str) -> UnsupportedLayer:
     """A layer without a rule, for which one active extension has a module extension, and another one has none."""
     return UnsupportedLayer(
-        explain(
-            f"An extension has no module extension for {where}, and there is no rule for this layer.",
-            "another extension in this context has one, so that the layer is not left to autograd.",
-            "write one for each of them, register a rule, or use them in passes of their own.",
-        )
+        f"An extension has no module extension for {where}, and there is no rule for this layer.",
+        "another extension in this context has one, so that the layer is not left to autograd.",
+        "write one for each of them, register a rule, or use them in passes of their own.",
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.graph import VIEWS
 from bpk.plan.samples.given import free_axes, is_given_data, is_told
 from bpk.plan.sources import Sources
@@ -214,11 +214,8 @@ def require_separate_samples(
 def mixed(what: str) -> UnsupportedLayer:
     """The refusal of graphs in which samples cannot be told apart by rows."""
     return UnsupportedLayer(
-        explain(
-            f"Rows are not samples: {what}.",
-            "a function or a layer mixes samples, or the batch axis was moved or merged so that they cannot be told "
-            "apart.",
-            "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
-            "losses take [N, C, T]. Of contrastive losses there are only sums over the batch (DiagGGNExact, HMP, ...).",
-        )
+        f"Rows are not samples: {what}.",
+        "a function or a layer mixes samples, or the batch axis was moved or merged so that they cannot be told apart.",
+        "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
+        "losses take [N, C, T]. Of contrastive losses there are only sums over the batch (DiagGGNExact, HMP, ...).",
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import index_of
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.recording.graph.ownership import DISSOLVED
 from bpk.recording.membership import path_of
 from bpk.recording.record import Record
@@ -94,13 +94,11 @@ def require_undissolved(placed: Iterable[Record], left: Iterable[nn.Module]) -> 
 def disagree(module: nn.Module) -> UnsupportedLayer:
     """The refusal where two losses of one pass see samples differently."""
     return UnsupportedLayer(
-        explain(
-            f"Two losses see the samples at '{path_of(module)}' ({type(module).__name__}) differently.",
-            "they have different numbers of samples, or these in different orders or along different axes, so that "
-            "contributions cannot be added up.",
-            "give all losses of one backward pass the same samples in the same order, batch axis first; or use one "
-            "backward pass for each.",
-        )
+        f"Two losses see the samples at '{path_of(module)}' ({type(module).__name__}) differently.",
+        "they have different numbers of samples, or these in different orders or along different axes, so that "
+        "contributions cannot be added up.",
+        "give all losses of one backward pass the same samples in the same order, batch axis first; or use one "
+        "backward pass for each.",
     )
 
 

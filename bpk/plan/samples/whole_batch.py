@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.samples.hypotheses import has_no_axis
 from bpk.plan.samples.placement import Placement, is_stuck, place
@@ -83,9 +83,7 @@ def require_rows(root: Record, above: Iterable[Record], extension: Quantity) -> 
     given = {record.given[0] for record in above if record.given}
     if any(root.batch_size not in shape[:2] for shape in given):
         raise UnsupportedLayer(
-            explain(
-                f"{extension} cannot look at some samples only behind the loss '{root.path}'.",
-                f"samples mix, so that nothing tells which sample each of its {root.batch_size} rows belongs to.",
-                "leave out subsampling=, or give the loss one row for each sample ([N, C, T]).",
-            )
+            f"{extension} cannot look at some samples only behind the loss '{root.path}'.",
+            f"samples mix, so that nothing tells which sample each of its {root.batch_size} rows belongs to.",
+            "leave out subsampling=, or give the loss one row for each sample ([N, C, T]).",
         )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from bpk.jacobians.core.errors import explain, warn
+from bpk.jacobians.core.errors import explain, runtime_error, warn
 from bpk.recording import engine
 from bpk.recording.context.probe import PROBE
 from bpk.recording.context.surroundings import require_plain_pass
@@ -155,5 +155,5 @@ def is_only_thread() -> bool:
 def report(certain: bool, what: str, why: str, do: str) -> None:
     """Raise if it is certain that something is missing, else warn."""
     if certain:
-        raise RuntimeError(explain(what, why, do))
+        raise runtime_error(what, why, do)
     warn(explain(what, why, do))

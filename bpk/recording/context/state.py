@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error
 from bpk.recording import engine
 from bpk.recording.context.opened import ExtensionHook, Opened
 from bpk.recording.context.surroundings import transformed
@@ -65,12 +65,10 @@ class Context(threading.local):
     def leave(self, opened: Opened) -> None:
         """A context is not active any more."""
         if opened not in self.entered:
-            raise RuntimeError(
-                explain(
-                    "backpack(...) is left by another thread than the one that has entered it.",
-                    "a context belongs to a thread.",
-                    "enter and leave it in the same one.",
-                )
+            raise runtime_error(
+                "backpack(...) is left by another thread than the one that has entered it.",
+                "a context belongs to a thread.",
+                "enter and leave it in the same one.",
             )
         self.entered.remove(opened)
         if not self.entered:

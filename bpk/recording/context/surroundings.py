@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import explain, runtime_error, value_error
 from bpk.recording import engine
 
 SHARDING = ("torch.distributed.tensor", "torch.distributed.fsdp")
@@ -71,13 +71,11 @@ def require_local(modules: Iterable[tuple[str, nn.Module]]) -> None:
         if is_managed(module):
             managed.append(f"{path}." if path else "")
         if is_scripted(module) and (not path or any(p.requires_grad for p in module.parameters())):
-            raise ValueError(
-                explain(
-                    f"Module '{path or type(module).__name__}' was compiled by torch.jit.",
-                    "TorchScript runs its layers without hooks, so nobody sees their calls.",
-                    "extend the module itself, not its scripted form. (Inside of a model, scripted modules without "
-                    "trained parameters count as functions.)",
-                )
+            raise value_error(
+                f"Module '{path or type(module).__name__}' was compiled by torch.jit.",
+                "TorchScript runs its layers without hooks, so nobody sees their calls.",
+                "extend the module itself, not its scripted form. (Inside of a model, scripted modules without "
+                "trained parameters count as functions.)",
             )
         require_whole(path or type(module).__name__, module)
         for name, param in module.named_parameters(recurse=False):
@@ -89,33 +87,27 @@ def require_local(modules: Iterable[tuple[str, nn.Module]]) -> None:
 def require_eager() -> None:
     """Refuse to enter a context in code that torch.compile runs."""
     if engine.is_compiled():
-        raise RuntimeError(
-            explain(
-                "backpack(...) was entered in a function that torch.compile has compiled.",
-                "a compiled step has its backward pass compiled in, or traces what bpk does in it.",
-                "compile the model only: model = torch.compile(bpk.extend(model)), and leave the step as it is.",
-            )
+        raise runtime_error(
+            "backpack(...) was entered in a function that torch.compile has compiled.",
+            "a compiled step has its backward pass compiled in, or traces what bpk does in it.",
+            "compile the model only: model = torch.compile(bpk.extend(model)), and leave the step as it is.",
         )
 
 
 def require_plain_pass(path: str, grads: tuple[Tensor | None, ...]) -> None:
     """Refuse backward passes that compute nothing, that another compiler runs, or that start inside of another one."""
     if [g for g in grads if g is not None and g.is_meta]:
-        raise RuntimeError(
-            explain(
-                f"'{path}' ran on tensors without values (device 'meta').",
-                "they have shapes only, so there is nothing to compute with.",
-                "move model and data to a device first: model.to_empty(device='cpu').",
-            )
+        raise runtime_error(
+            f"'{path}' ran on tensors without values (device 'meta').",
+            "they have shapes only, so there is nothing to compute with.",
+            "move model and data to a device first: model.to_empty(device='cpu').",
         )
     if engine.is_compiled():
-        raise RuntimeError(
-            explain(
-                "backward() runs in a function that torch.compile has compiled, or as compiled autograd.",
-                "these trace a backward pass instead of running it, so there are no values to compute with.",
-                "compile the model only: model = torch.compile(bpk.extend(model)), and leave the step as it is, with "
-                "torch._dynamo.config.compiled_autograd = False.",
-            )
+        raise runtime_error(
+            "backward() runs in a function that torch.compile has compiled, or as compiled autograd.",
+            "these trace a backward pass instead of running it, so there are no values to compute with.",
+            "compile the model only: model = torch.compile(bpk.extend(model)), and leave the step as it is, with "
+            "torch._dynamo.config.compiled_autograd = False.",
         )
     if in_reentrant_checkpoint():
         raise reentrant(f"'{path}' is inside of")
@@ -123,13 +115,11 @@ def require_plain_pass(path: str, grads: tuple[Tensor | None, ...]) -> None:
 
 def reentrant(what: str) -> RuntimeError:
     """The refusal of checkpoints that run a backward pass within another one."""
-    return RuntimeError(
-        explain(
-            f"{what} torch.utils.checkpoint(..., use_reentrant=True).",
-            "it starts a backward pass of its own for a part of the model, which sees neither the loss nor other uses "
-            "of the parameters.",
-            "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
-        )
+    return runtime_error(
+        f"{what} torch.utils.checkpoint(..., use_reentrant=True).",
+        "it starts a backward pass of its own for a part of the model, which sees neither the loss nor other uses "
+        "of the parameters.",
+        "write torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
     )
 
 
@@ -145,10 +135,8 @@ def in_reentrant_checkpoint() -> bool:
 
 def transformed(path: str) -> RuntimeError:
     """The refusal of a pass that reached no layer, because one ran under a transform of `torch.func`."""
-    return RuntimeError(
-        explain(
-            f"The forward pass of '{path}' ran under a transform of torch.func (vmap, grad, jvp, ...).",
-            "a transform runs a layer on tensors of its own, so that the call cannot be recorded.",
-            "call model(x) without a transform, on the whole batch.",
-        )
+    return runtime_error(
+        f"The forward pass of '{path}' ran under a transform of torch.func (vmap, grad, jvp, ...).",
+        "a transform runs a layer on tensors of its own, so that the call cannot be recorded.",
+        "call model(x) without a transform, on the whole batch.",
     )

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
@@ -43,11 +43,9 @@ class Quiet:
         changed = self.hook(*grads)
         if self.inside and is_other(changed, grads[0]) and any(e.second_order for e in CTX.get_active_exts()):
             raise UnsupportedLayer(
-                explain(
-                    "Second-order quantities cannot be computed behind a hook that changes gradients.",
-                    "a hook changed the gradient: it is not that of the extended losses any more.",
-                    "remove the hook, write what it does as a function, or use first-order extensions.",
-                )
+                "Second-order quantities cannot be computed behind a hook that changes gradients.",
+                "a hook changed the gradient: it is not that of the extended losses any more.",
+                "remove the hook, write what it does as a function, or use first-order extensions.",
             )
         return changed
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.arrived import Averages
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.step import Link, Step
 from bpk.plan.stretch import STRETCH
 from bpk.sweeps.averaged.products import (
@@ -215,11 +215,9 @@ def at_producers(link: Link, mat: Tensor) -> list[tuple[Step, Tensor]]:
         return [(step, link.back(mat))]
     if step.params or step.source is None:
         raise UnsupportedLayer(
-            explain(
-                f"KFRA cannot start behind {step.where}, which uses parameters.",
-                "the loss has several rows for each sample there.",
-                "use KFLR or KFAC, which tell rows and samples apart.",
-            )
+            f"KFRA cannot start behind {step.where}, which uses parameters.",
+            "the loss has several rows for each sample there.",
+            "use KFLR or KFAC, which tell rows and samples apart.",
         )
     step.reached = True
     return [(step.links[k].producer, part) for k, part in step.source.pull(mat).items()]

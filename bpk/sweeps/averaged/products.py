@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import PIECE
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Step
@@ -101,12 +101,10 @@ def at_once(call: Call) -> int:
 def uses_of_two_kinds(param: Tensor, step: Step) -> UnsupportedLayer:
     """The error where one use of a parameter has a Kronecker factor, and another one does not."""
     return UnsupportedLayer(
-        explain(
-            f"KFRA cannot be computed for a parameter of shape {list(param.shape)}, which {step.where} uses, and a "
-            "function or a layer of another kind, too.",
-            "the recursion gives one of these uses a Kronecker factor, and the other one a whole block.",
-            "use KFLR or KFAC.",
-        )
+        f"KFRA cannot be computed for a parameter of shape {list(param.shape)}, which {step.where} uses, and a "
+        "function or a layer of another kind, too.",
+        "the recursion gives one of these uses a Kronecker factor, and the other one a whole block.",
+        "use KFLR or KFAC.",
     )
 
 
@@ -116,11 +114,9 @@ def require_one_name(step: Step) -> None:
         return
     shared = [name for name, p in step.params.items() if sum(p is other for other in step.params.values()) > 1]
     raise UnsupportedLayer(
-        explain(
-            f"KFRA cannot be computed for {step.where}: {' and '.join(map(repr, shared))} are one parameter.",
-            "its recursion averages what belongs to each name by itself, and not what crosses between them.",
-            "use KFLR or KFAC.",
-        )
+        f"KFRA cannot be computed for {step.where}: {' and '.join(map(repr, shared))} are one parameter.",
+        "its recursion averages what belongs to each name by itself, and not what crosses between them.",
+        "use KFLR or KFAC.",
     )
 
 
@@ -128,10 +124,8 @@ def require_samples(step: Step, are_rows: bool) -> None:
     """Means run over samples, which have to be the rows of every call."""
     if not are_rows:
         raise UnsupportedLayer(
-            explain(
-                f"KFRA cannot pass {step.where}.",
-                "its recursion averages over samples, and the rows of this call are not the samples: the model merges "
-                "the batch axis with another one.",
-                "use KFLR or KFAC, which tell rows and samples apart.",
-            )
+            f"KFRA cannot pass {step.where}.",
+            "its recursion averages over samples, and the rows of this call are not the samples: the model merges "
+            "the batch axis with another one.",
+            "use KFLR or KFAC, which tell rows and samples apart.",
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.call import Wrt
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import runtime_error, type_error, value_error
 from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.samples.rows import along_rows, of_samples, over_batch
@@ -65,30 +65,24 @@ class BlockProduct:
     def __call__(self, mat: Tensor) -> Tensor:
         """Multiply `mat`, or every `mat[v]`, with the block: the number of axes says which."""
         if not isinstance(mat, Tensor):
-            raise TypeError(
-                explain(
-                    f"The product got {type(mat).__name__}, which is no tensor.",
-                    "it multiplies vectors of the parameter's shape, dtype and device.",
-                    "convert it: torch.as_tensor(v, dtype=p.dtype, device=p.device).",
-                )
+            raise type_error(
+                f"The product got {type(mat).__name__}, which is no tensor.",
+                "it multiplies vectors of the parameter's shape, dtype and device.",
+                "convert it: torch.as_tensor(v, dtype=p.dtype, device=p.device).",
             )
         several = mat.dim() == self.param.dim() + 1
         if mat.shape[several:] != self.param.shape:
             shape = ", ".join(map(str, self.param.shape))
-            raise ValueError(
-                explain(
-                    f"The product expects shape [{shape}] or [V, {shape}], got {list(mat.shape)}.",
-                    "it multiplies one vector of the parameter's shape, or V of them at once.",
-                    "reshape it, such as v.reshape(p.shape) or v.reshape(-1, *p.shape).",
-                )
+            raise value_error(
+                f"The product expects shape [{shape}] or [V, {shape}], got {list(mat.shape)}.",
+                "it multiplies one vector of the parameter's shape, or V of them at once.",
+                "reshape it, such as v.reshape(p.shape) or v.reshape(-1, *p.shape).",
             )
         if mat.dtype != self.param.dtype:
-            raise ValueError(
-                explain(
-                    f"The product expects {self.param.dtype}, the parameter's, got {mat.dtype}.",
-                    "mixed precision would be lost in one of the two.",
-                    "convert the vectors: p.hmp(v.to(p.dtype)).",
-                )
+            raise value_error(
+                f"The product expects {self.param.dtype}, the parameter's, got {mat.dtype}.",
+                "mixed precision would be lost in one of the two.",
+                "convert the vectors: p.hmp(v.to(p.dtype)).",
             )
         for frame in self.frames:
             frame.verify()
@@ -163,12 +157,10 @@ class Lost:
 
     def __call__(self, mat: Tensor) -> Tensor:
         """Say what is missing."""
-        raise RuntimeError(
-            explain(
-                f"{self.name} came out of a file or another process, without what it multiplies with.",
-                "a product keeps the activations of its forward pass, which files of a model do not carry.",
-                "run the passes here, or save what the product returns.",
-            )
+        raise runtime_error(
+            f"{self.name} came out of a file or another process, without what it multiplies with.",
+            "a product keeps the activations of its forward pass, which files of a model do not carry.",
+            "run the passes here, or save what the product returns.",
         )
 
 

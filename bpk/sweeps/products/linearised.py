@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Wrt, index_of
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import placeholder
 from bpk.jacobians.second_order.corrected import corrected
 from bpk.plan.graph import Source, pull_columns
@@ -211,11 +211,9 @@ class WithoutDerivative(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> None:
         """Say so."""
         raise UnsupportedLayer(
-            explain(
-                f"The product cannot be differentiated behind the nonlinear function before {ctx.where}.",
-                "how its second derivative depends on the gradient there is not recorded.",
-                "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or differentiate GGNMP.",
-            )
+            f"The product cannot be differentiated behind the nonlinear function before {ctx.where}.",
+            "how its second derivative depends on the gradient there is not recorded.",
+            "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or differentiate GGNMP.",
         )
 
 

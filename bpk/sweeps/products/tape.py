@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer, runtime_error
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families.passage import PASSAGE
 from bpk.jacobians.rule import Rule
@@ -84,12 +84,10 @@ class Frame:
                 self.call = self.call.seen_with(options)
         changed = [x for x, version in self.versions if x._version != version]
         if changed or [x for x, known in self.stamps if is_changed(x, known)]:
-            raise RuntimeError(
-                explain(
-                    f"Tensors of {self.where} were changed since the backward pass.",
-                    "the product belongs to the point at which the gradient was taken; mixing two points is wrong.",
-                    "call the product before optimizer.step(), or run forward and backward again.",
-                )
+            raise runtime_error(
+                f"Tensors of {self.where} were changed since the backward pass.",
+                "the product belongs to the point at which the gradient was taken; mixing two points is wrong.",
+                "call the product before optimizer.step(), or run forward and backward again.",
             )
 
     def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
@@ -189,11 +187,9 @@ class Tape(Sweep):
         )
         if self.factored and stretch.columns is not None and call.samples_of_rows is not None and not call.merged:
             raise UnsupportedLayer(
-                explain(
-                    f"PCHMP cannot pass {step.where}.",
-                    "the batch axis is merged with another one, and its second derivative is known row by row only.",
-                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use HMP or GGNMP.",
-                )
+                f"PCHMP cannot pass {step.where}.",
+                "the batch axis is merged with another one, and its second derivative is known row by row only.",
+                "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use HMP or GGNMP.",
             )
         return stretch
 

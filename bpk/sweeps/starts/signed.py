@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import ClosedForm, Use
 from bpk.jacobians.core.call import Wrt
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.products import Residual
 from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
@@ -41,11 +41,9 @@ class SignedHessian(ColumnSweep):
     def on_the_way(self, step: Step) -> list[StartingColumns]:
         if step.rule is None:
             raise UnsupportedLayer(
-                explain(
-                    f"The Hessian cannot pass {step.where}, which has a module extension and no rule.",
-                    "a module extension hands columns on, and does not tell the second derivative of its layer.",
-                    "register a rule for the layer instead: bpk.register(Autodiff(...)).",
-                )
+                f"The Hessian cannot pass {step.where}, which has a module extension and no rule.",
+                "a module extension hands columns on, and does not tell the second derivative of its layer.",
+                "register a rule for the layer instead: bpk.register(Autodiff(...)).",
             )
         if step.rule is STRETCH:
             return list(self.of_stretch(step))

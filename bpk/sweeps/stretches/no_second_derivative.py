@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.second_order.corrected import NORMALISATIONS
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source
@@ -105,12 +105,10 @@ def require_products(source: Source) -> None:
     require_derivative(source)
     for name in source.functions & UNDEFINED.keys():
         raise UnsupportedLayer(
-            explain(
-                f"Products cannot pass a function before {source.consumer.where}.",
-                UNDEFINED[name],
-                "use a quantity without products (DiagGGNExact, DiagHessian, ...), or write the function with others: "
-                "m + (x - m).exp().cumsum(dim).log(), with m = x.amax(dim, keepdim=True).",
-            )
+            f"Products cannot pass a function before {source.consumer.where}.",
+            UNDEFINED[name],
+            "use a quantity without products (DiagGGNExact, DiagHessian, ...), or write the function with others: "
+            "m + (x - m).exp().cumsum(dim).log(), with m = x.amax(dim, keepdim=True).",
         )
 
 
@@ -119,12 +117,9 @@ def require_derivative(source: Source) -> None:
     for name in source.functions & CONSTANT.keys():
         reason, others = CONSTANT[name]
         raise UnsupportedLayer(
-            explain(
-                f"A function before {source.consumer.where} cannot be differentiated twice.",
-                reason,
-                "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write it with others: "
-                f"{others}.",
-            )
+            f"A function before {source.consumer.where} cannot be differentiated twice.",
+            reason,
+            f"use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write it with others: {others}.",
         )
 
 
@@ -133,13 +128,11 @@ def require_curvature(source: Source) -> None:
     require_derivative(source)
     if source.functions & ONCE_IN_GRADIENTS:
         raise UnsupportedLayer(
-            explain(
-                f"A function before {source.consumer.where} cannot be differentiated twice.",
-                "it is the gradient of a normalisation, which the forward pass asks for, and torch takes its "
-                "statistics for constants in third derivatives.",
-                "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the normalisation with "
-                "other functions: (x - x.mean(-1, keepdim=True)) * (x.var(-1, False, keepdim=True) + eps).rsqrt().",
-            )
+            f"A function before {source.consumer.where} cannot be differentiated twice.",
+            "it is the gradient of a normalisation, which the forward pass asks for, and torch takes its "
+            "statistics for constants in third derivatives.",
+            "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the normalisation with "
+            "other functions: (x - x.mean(-1, keepdim=True)) * (x.var(-1, False, keepdim=True) + eps).rsqrt().",
         )
 
 
@@ -152,11 +145,9 @@ def require_derivative_of_products(source: Source) -> None:
 def not_differentiable(source: Source, reason: str) -> UnsupportedLayer:
     """What to say where fields have no graph of their own."""
     return UnsupportedLayer(
-        explain(
-            f"Fields cannot be differentiated behind the nonlinear function before {source.consumer.where}.",
-            f"{reason}, and create_graph=True asks for its derivative.",
-            "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or leave create_graph out.",
-        )
+        f"Fields cannot be differentiated behind the nonlinear function before {source.consumer.where}.",
+        f"{reason}, and create_graph=True asks for its derivative.",
+        "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or leave create_graph out.",
     )
 
 
@@ -175,7 +166,7 @@ def refused_as(refusal: Callable[[str], UnsupportedLayer]) -> Iterator[None]:
 def multiplied(where: str) -> AbstractContextManager[None]:
     """Say what cannot be multiplied with: torch differentiates a second derivative once more for that, and may not."""
     what, do = f"Products cannot pass a function before {where}.", "use a quantity without products (DiagHessian, ...)."
-    return refused_as(lambda reason: UnsupportedLayer(explain(what, reason, do)))
+    return refused_as(lambda reason: UnsupportedLayer(what, reason, do))
 
 
 @contextmanager
@@ -183,10 +174,10 @@ def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
     """Say which function has no second derivative. `grad` is the gradient at the end of the stretch."""
     what = f"A function before {source.consumer.where} cannot be differentiated twice."
     do = "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the function with others."
-    with refused_as(lambda reason: UnsupportedLayer(explain(what, reason, do))):
+    with refused_as(lambda reason: UnsupportedLayer(what, reason, do)):
         if has_users_functions(source):
             if is_marked(source, grad):
-                raise UnsupportedLayer(explain(what, "it is marked with once_differentiable.", do))
+                raise UnsupportedLayer(what, "it is marked with once_differentiable.", do)
             if is_hidden(source, grad):
-                raise UnsupportedLayer(explain(what, "autograd does not see how its gradient is computed.", do))
+                raise UnsupportedLayer(what, "autograd does not see how its gradient is computed.", do)
         yield

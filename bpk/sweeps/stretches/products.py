@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import UnsupportedLayer, explain
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source, pull_columns
@@ -91,12 +91,9 @@ class StretchProducts:
         """Without known rows, those of targets must be the samples, like those at the end."""
         if self.rows is None and any(shape[0] != self.grad.shape[0] for shape in self.shapes):
             raise UnsupportedLayer(
-                explain(
-                    f"A nonlinear function merges the batch axis: {self.grad.shape[0]} rows come from "
-                    f"{self.shapes[0][0]}.",
-                    "its second derivative is not known sample by sample.",
-                    "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
-                )
+                f"A nonlinear function merges the batch axis: {self.grad.shape[0]} rows come from {self.shapes[0][0]}.",
+                "its second derivative is not known sample by sample.",
+                "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use a GGN quantity.",
             )
 
     def require_values_only(self) -> None:
