@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bpk.context import check_extension
 from bpk.dataset.adding_up import add_up
 from bpk.dataset.among import RESULTS, add_up_among, others, own_folder, own_path
 from bpk.dataset.batches import Batches, StepOf
-from bpk.dataset.combining import combinations
 from bpk.dataset.fingerprint import fingerprint, in_words, versions
 from bpk.dataset.keeper import Keeper
 from bpk.dataset.keeper_of_shards import KeeperOfShards
@@ -28,6 +28,7 @@ from bpk.dataset.run import DivisorOf, Runner
 from bpk.dataset.sharded import ShardedRunner, Total, in_shards
 from bpk.dataset.totals import Totals
 from bpk.dataset.watched import Watched
+from bpk.distributed.fields import rule_of
 from bpk.distributed.share import with_new_workers
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows
@@ -145,6 +146,27 @@ def result_of(totals: Totals, sink: Sink, extensions: Sequence[BackpropExtension
     )
     loss = totals.loss / size.weight(1)
     return Accumulated(fields, size.samples, totals.batches, size.divisor, loss, notes, versions())
+
+
+def combinations(
+    extensions: Iterable[BackpropExtension], batch_averages: bool
+) -> tuple[dict[str, OverBatches], dict[str, Rows]]:
+    """How fields that add up, and rows of samples, are made of those of batches; refuses fields that are not."""
+    sums: dict[str, OverBatches] = {}
+    rows: dict[str, Rows] = {}
+    for extension in extensions:
+        check_extension(extension)
+        refused = "{} cannot be accumulated over batches."
+        if extension.subsampling is not None:
+            do = "pass a loader of torch.utils.data.Subset(dataset, ...)."
+            raise value_error(refused.format(extension), "subsampling= chooses samples of a batch.", do)
+        do = "leave it out, and add up in a loop over the loader yourself."
+        rule = rule_of(extension, batch_averages, refused, do)
+        if isinstance(rule, Rows):
+            rows[extension.savefield] = rule
+        else:
+            sums[extension.savefield] = rule
+    return sums, rows
 
 
 def sink_for(rules: dict[str, Rows], per_sample: bool | str | os.PathLike[str], callback: Callback | None) -> Sink:

@@ -19,9 +19,8 @@ from bpk.dataset.rows import InMemory
 from bpk.dataset.sharded import ShardedRunner, add_up_in_rounds
 from bpk.dataset.totals import Totals
 from bpk.distributed.processes import Processes, join
-from bpk.distributed.rows import rows_of_all
 from bpk.distributed.share import Share
-from bpk.distributed.statistics import over_processes, together
+from bpk.distributed.statistics import over_processes, rows_of_all, together
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import value_error
 

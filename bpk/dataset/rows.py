@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.distributed.rows import other_rows
+from bpk.distributed.statistics import other_rows
 from bpk.extensions.over_batches import Parts, Rows, Size
 from bpk.jacobians.core.errors import value_error
 
@@ -130,7 +130,7 @@ class Stored(Sink):
                 if self.count:
                     self.append(field, name, rows.new_zeros(self.count, *rows.shape[1:]))
             if tuple(rows.shape[1:]) != self.shapes[key]:
-                raise ValueError(other_rows(f"'{field}' of '{name}'", rows.shape[1:], self.shapes[key]))
+                raise other_rows(f"'{field}' of '{name}'", rows.shape[1:], self.shapes[key])
             self.append(field, name, rows)
         for (field, name), shape in waiting.items():
             self.append(field, name, torch.zeros(size.samples, *shape, device="cpu"))

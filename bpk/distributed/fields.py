@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bpk.distributed.processes import are_several
-from bpk.distributed.rows import rows_of_all
-from bpk.distributed.statistics import Statistics, asked_alike, objects, over_processes, together
+from bpk.distributed.statistics import Statistics, asked_alike, objects, over_processes, rows_of_all, together
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import OverBatches, Rows, Size
 from bpk.fields.local import Local, Noted, known_of, put

@@ -1,8 +1,8 @@
-"""Statistics of fields over processes, as each extension declares that they add up over batches."""
+"""Statistics of fields over processes, as extensions declare that they add up over batches; and rows of samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from torch import Tensor
 from bpk.distributed.sums import Addend, add_up
 from bpk.extensions.over_batches import OverBatches, Parts, Size
 from bpk.fields.eigenbasis import Orders
-from bpk.jacobians.core.errors import runtime_error
+from bpk.jacobians.core.errors import runtime_error, value_error
 from bpk.utils.sparse_factors import sparse_diagonal
 
 Key = TypeVar("Key", str, tuple[str, int])
@@ -181,3 +181,39 @@ def held_of(x: Tensor | None, form: Form, device: torch.device) -> Tensor:
 def together(sizes: Sequence[Size | None]) -> Size:
     """The size of all shares."""
     return reduce(Size.__add__, [size for size in sizes if size is not None])
+
+
+# ---- rows of samples ------------------------------------------------------------------------------
+def rows_of_all(
+    mine: Mapping[Hashable, Tensor], count: int, device: torch.device, group: dist.ProcessGroup | None
+) -> dict[Hashable, list[Tensor]]:
+    """The rows of each process, by rank; zeros for one of `count` samples that has no rows under a key."""
+    here = {key: (tuple(rows.shape[1:]), rows.dtype, len(rows)) for key, rows in mine.items()}
+    told = objects((count, here), group)
+    everywhere = {key: form for _, known in told for key, form in known.items()}
+    for key, (shape, _, _) in ((key, form) for _, known in told for key, form in known.items()):
+        if shape != everywhere[key][0]:
+            raise other_rows(str(key), shape, everywhere[key][0])
+    found: dict[Hashable, list[Tensor]] = {}
+    for key in sorted(everywhere, key=str):
+        shape, dtype, _ = everywhere[key]
+        lengths = [known[key][2] if key in known else samples for samples, known in told]
+        parts = [torch.zeros(n, *shape, dtype=dtype, device=device) for n in lengths]
+        if key in mine:
+            parts[dist.get_rank(group)] = mine[key].contiguous()
+        works = [dist.broadcast(x, group_src=r, group=group, async_op=True) for r, x in enumerate(parts)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        found[key] = parts
+    return found
+
+
+def other_rows(what: str, here: Sequence[int], there: Sequence[int]) -> ValueError:
+    """Why rows of samples cannot be put together: those of one batch have another shape."""
+    return value_error(
+        f"{what} has rows {list(here)} in one batch and {list(there)} in another.",
+        "rows of all samples go into one array; those of tokens are as many as a batch's longest sample has.",
+        "give all batches sequences of one length (with ignored targets at the end), or take rows batch by batch: "
+        "callback=function(batch_index, fields).",
+    )

@@ -13,8 +13,8 @@ from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import CheckpointError
 
 from bpk.jacobians.core.numeric import placeholder
-from bpk.jacobians.second_order.forward_mode import ForwardMode
 from bpk.jacobians.second_order.graph import products
+from bpk.jacobians.second_order.stand_ins import ForwardMode
 
 Parameters = Mapping[str, Tensor]
 

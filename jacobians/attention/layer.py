@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bpk.jacobians.attention.attention import Heads, Tangent, merge_heads, split_heads
+from bpk.jacobians.attention.derivatives import AttentionDerivatives
 from bpk.jacobians.attention.dropout import REASON, probed, redrawn, unknown
 from bpk.jacobians.attention.parts import (
     PROJECTIONS,
@@ -29,7 +30,6 @@ from bpk.jacobians.attention.parts import (
     same,
     weight_tangent,
 )
-from bpk.jacobians.attention.taylor import AttentionTaylor
 from bpk.jacobians.core.call import Call, Wrt, once
 from bpk.jacobians.core.numeric import linear
 from bpk.jacobians.core.products import Residual
@@ -48,7 +48,7 @@ LINEAR: tuple[set[Wrt], ...] = ({2, BIAS}, {"v_proj_weight", BIAS}, {"out_proj.w
 """The output is linear in each of these groups; in `in_proj_weight` it is not."""
 
 
-class AttentionLayer(AttentionTaylor):
+class AttentionLayer(AttentionDerivatives):
     """The output `[N, L, D]` and the weights, `[N, L, S]` or `[N, H, L, S]`, of attention with projections.
 
     As for Kronecker factors, `in_proj_weight` stands for three linear layers, one below the other: `G` `[3 D, 3 D]` is

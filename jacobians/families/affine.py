@@ -21,7 +21,6 @@ from bpk.jacobians.core import cost, gemm, norms, squares
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import squares_of_rows, sum_of_squares, wide
 from bpk.jacobians.core.outer import Outer
-from bpk.jacobians.core.projected_squares import projected_squares
 from bpk.jacobians.core.room import require_room
 from bpk.jacobians.families.linear_in_each import LinearInEach
 
@@ -226,7 +225,7 @@ class Affine(LinearInEach):
         if groups > 1 or torch.is_grad_enabled():
             return None
         blocks = [self.as_columns(call, mat) for mat in mats]
-        return projected_squares(partial(self.patches, call), blocks, width, left, right)
+        return norms.projected_squares(partial(self.patches, call), blocks, width, left, right)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from bpk.jacobians.core import gemm, norms, squares
-from bpk.jacobians.core import projected_squares as projected
 from bpk.jacobians.core.numeric import products
 from bpk.jacobians.core.outer import Outer, Some
 
@@ -32,7 +31,7 @@ def squared_sum(m: Tensor, x: Tensor, weights: Tensor | None, keep: bool, empty:
 
 def projected_squares(blocks: Sequence[Tensor], x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     """`sum_vn (L^T (sum_t m x^T) R)^2` `[O, I]` over all blocks (`None`: the identity). No graph is built."""
-    return projected.projected_squares(patches(x), [as_columns(m) for m in blocks], x.shape[2], left, right)
+    return norms.projected_squares(patches(x), [as_columns(m) for m in blocks], x.shape[2], left, right)
 
 
 def norm_squared(m: Tensor, x: Tensor) -> Tensor:

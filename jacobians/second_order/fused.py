@@ -17,8 +17,7 @@ from torch import Tensor
 from bpk.jacobians.core.engine import BATCH_NORMS
 from bpk.jacobians.core.numeric import safe_sqrt
 from bpk.jacobians.second_order.algebra import ALGEBRA, NOT_THRICE, NOT_TWICE
-from bpk.jacobians.second_order.forward_mode import require_forward_mode
-from bpk.jacobians.second_order.stand_ins import StandIns
+from bpk.jacobians.second_order.stand_ins import StandIns, require_forward_mode
 from bpk.jacobians.second_order.weight_norm import weight_norm
 
 

@@ -1,8 +1,12 @@
-"""Functions that stand for others while they are called, as for those of torch that have no right second derivative."""
+"""Functions that stand for others while they are called, as for those of torch that have no right second derivative.
+
+Where torch is silently wrong in forward mode, and nothing stands for a function, its calls are refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from bpk.jacobians.core.engine import without_tangents
 from bpk.jacobians.second_order.weight_norm import weight_norm
 
 
@@ -61,3 +66,31 @@ TWICE: dict[Any, Callable[..., Tensor]] = {
     F.layer_norm: layer_norm,
 }
 """What has all second derivatives, by the function that it stands for."""
+
+
+# ---- forward mode ---------------------------------------------------------------------------------
+def require_forward_mode(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call whose result torch silently takes for a constant, or differentiates wrongly (seen in 2.13)."""
+    if func in (torch.cholesky_inverse, Tensor.cholesky_inverse):
+        raise NotImplementedError("torch differentiates cholesky_inverse wrongly in forward mode")
+    if func in (torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_):
+        wrong = "prod" in (kwargs.get("reduce"), *args[4:5])
+    else:
+        wrong = func is getattr(F, "linear_cross_entropy", None) and kwargs.get("options") is not None
+    if wrong:
+        raise NotImplementedError(f"torch takes this call of {func.__name__} for a constant in forward mode")
+
+
+class ForwardMode(TorchFunctionMode):
+    """Inside, forward mode is right, or raises: what is computed under `torch.no_grad()` is constant, as backwards.
+
+    Torch takes tangents through it. Calls that it takes for constant, and does not say so, are refused.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        require_forward_mode(func, args, given)
+        with nullcontext() if torch.is_grad_enabled() else without_tangents():
+            return func(*args, **given)

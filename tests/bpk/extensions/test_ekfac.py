@@ -14,7 +14,7 @@ from bpk.fields import eigenbasis
 from bpk.jacobians.core import numeric
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer
-from bpk.jacobians.core.projected_squares import projected_squares
+from bpk.jacobians.core.norms import projected_squares
 from bpk.kernels import Eigenbases
 from bpk.utils.ekfac import Eigenbasis, bases_of, ekfac_mat_prod, ekfac_to_mat, inv_ekfac_mat_prod, kfacs_to_ekfac
 from bpk.utils.kroneckers import kfacs_to_mat

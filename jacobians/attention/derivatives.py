@@ -1,23 +1,29 @@
-"""The second derivative of attention in one of its projections alone: the diagonal of it, without the rest."""
+"""Derivatives of attention: the diagonal of the second one in a projection alone, and all of them along curves."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from bpk.jacobians.attention.attention import Heads, Tangent, merge_heads
-from bpk.jacobians.attention.parts import PROJECTIONS
+from bpk.jacobians.attention.attention import Heads, Tangent, merge_heads, split_heads
+from bpk.jacobians.attention.parts import PROJECTIONS, projection_tangent
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.numeric import linear
+from bpk.jacobians.core.series import Series, Term
+from bpk.jacobians.second_order.taylor import by_nesting
 
 AT_ONCE = 1 << 20
 """How many numbers products with unit vectors hold at a time, about."""
 
 
-class ProjectionResidual(LinearInside):
-    """With the second derivative `R` in queries (or keys) `W x + b`, that in `W` has the diagonal
+class AttentionDerivatives(LinearInside):
+    """Linear projections around the series of the heads, and second derivatives of single projections.
+
+    With the second derivative `R` in queries (or keys) `W x + b`, that in `W` has the diagonal
 
     sum_ts R[(t, o), (s, o)] x_ti x_si,
 
@@ -54,6 +60,30 @@ class ProjectionResidual(LinearInside):
         if not weight:
             return pairs.sum((2, 3))
         return torch.einsum("ndsi,nsi->ndi", torch.matmul(pairs, x[:, None]), x)
+
+    def taylor(self, call: Call, series: Mapping[int, Series]) -> Series:
+        if any(i > 2 for i in series):  # a mask that moves
+            return by_nesting(self, call, series)
+
+        def at_heads(mat: Tensor, role: int) -> Tensor:
+            moved = projection_tangent(call, {role: mat}, role)
+            assert moved is not None
+            return split_heads(moved, call.options.heads)
+
+        z, p = self.at(call).along(series, at_heads)
+        out = z.linear(z.value, lambda c: linear(merge_heads(c), call.params["out_proj.weight"]))
+        shown = p.linear(p.value, lambda c: c.mean(2)) if call.options.averaged else p
+        found = [(out, shown)[number].terms for number in call.used]
+        return z.moved(call.output, [self.together(call, parts) for parts in zip(*found, strict=True)])
+
+    def together(self, call: Call, parts: tuple[Term, ...]) -> Term:
+        """One coefficient of the results that matter."""
+        known = next((c for c in parts if c is not None), None)
+        if known is None:
+            return None
+        shapes = zip(call.used.items(), parts, strict=True)
+        lead = known.shape[:2]
+        return self.merge(call, {n: known.new_zeros(*lead, *s) if c is None else c for (n, s), c in shapes})
 
 
 def of_queries(at: Heads, c: Tensor | None, cp: Tensor | None) -> Tensor:
