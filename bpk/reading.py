@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, overload
 from torch import Tensor
 
 from bpk.extensions.registry import every_extension
-from bpk.jacobians.core.errors import explain, type_error
+from bpk.jacobians.core.errors import NotThere, type_error
 from bpk.jacobians.core.tabular import Table, Tabular
 from bpk.utils.ekfac import Eigenbasis
 
@@ -38,11 +38,8 @@ class Field(Generic[T]):
             raise AttributeError(str(error)) from None
 
 
-class NoField(KeyError):
+class NoField(NotThere):
     """A parameter has no such field."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class Fields(Tabular, Mapping[str, Any]):
@@ -108,7 +105,7 @@ class Fields(Tabular, Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self.names():
             return vars(self.param)[name]
-        raise NoField(missing(name, self.names()))
+        raise missing(name, self.names())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -141,14 +138,14 @@ def fields_of(param: Tensor) -> Fields:
     return Fields(param)
 
 
-def missing(name: str, there: list[str]) -> str:
+def missing(name: str, there: list[str]) -> NoField:
     """Why there is no such field, and what may be meant."""
     makers = {extension.savefield: str(extension) for extension in every_extension()}
     if name in makers:
         why = f"fields are saved by a backward pass in a context: {', '.join(there) or 'none'} are there."
-        return explain(f"The parameter has no field '{name}'.", why, f"run it in backpack({makers[name]}()).")
+        return NoField(f"The parameter has no field '{name}'.", why, f"run it in backpack({makers[name]}()).")
     close = get_close_matches(name, {*makers, *there}, n=1)
-    return explain(
+    return NoField(
         f"There is no field '{name}'.",
         f"no quantity is saved under this name ({', '.join(there) or 'none'} are there).",
         f"did you mean '{close[0]}'?" if close else "see bpk.extensions for the names.",

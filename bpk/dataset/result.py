@@ -11,7 +11,6 @@ from typing import Any
 from bpk.dataset.files import load, save
 from bpk.dataset.shown import plot, table_of
 from bpk.extensions.over_batches import Size
-from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.tabular import Table, Tabular
 from bpk.reading import NoField
 
@@ -43,11 +42,9 @@ class Accumulated(Tabular, Mapping[str, Fields]):
     def __getitem__(self, name: str) -> Fields:
         if name not in self.fields:
             raise NoField(
-                explain(
-                    f"The result has no parameter {name!r}.",
-                    f"it has fields by parameter: {', '.join(self.fields)}.",
-                    f"name one of them, result[name][field]; of all of them, result.field({name!r}).",
-                )
+                f"The result has no parameter {name!r}.",
+                f"it has fields by parameter: {', '.join(self.fields)}.",
+                f"name one of them, result[name][field]; of all of them, result.field({name!r}).",
             )
         return self.fields[name]
 
@@ -73,11 +70,9 @@ class Accumulated(Tabular, Mapping[str, Fields]):
         there = dict.fromkeys(name for values in self.fields.values() for name in values)
         if name not in there:
             raise NoField(
-                explain(
-                    f"The result has no field '{name}'.",
-                    f"it has those of the extensions that were accumulated: {', '.join(there)}.",
-                    "take one of these, or pass the extension that saves it to bpk.accumulate.",
-                )
+                f"The result has no field '{name}'.",
+                f"it has those of the extensions that were accumulated: {', '.join(there)}.",
+                "take one of these, or pass the extension that saves it to bpk.accumulate.",
             )
         return {param: values[name] for param, values in self.fields.items() if name in values}
 

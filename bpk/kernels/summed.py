@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from bpk.jacobians.core.errors import explain, value_error
+from bpk.jacobians.core.errors import NotThere, value_error
 
 
 class Summed:
@@ -50,11 +50,9 @@ class Summed:
     def __getitem__(self, field: str) -> Tensor:
         """The sum of a field."""
         if field not in self.totals:
-            raise KeyError(
-                explain(
-                    f"There is no sum of '{field}': {sorted(self.totals) or 'nothing'} has been added up.",
-                    "its extension was not active in a backward pass with this hook, or no parameter has a gradient.",
-                    "write backpack(extension, extension_hook=total), and name the extension's field in Summed(...).",
-                )
+            raise NotThere(
+                f"There is no sum of '{field}': {sorted(self.totals) or 'nothing'} has been added up.",
+                "its extension was not active in a backward pass with this hook, or no parameter has a gradient.",
+                "write backpack(extension, extension_hook=total), and name the extension's field in Summed(...).",
             )
         return self.totals[field]

@@ -94,6 +94,16 @@ def runtime_error(what: str, why: str = "", do: str = "") -> RuntimeError:
     return RuntimeError(explain(what, why, do))
 
 
+class NotThere(KeyError):
+    """Nothing is known under a name, in the words of `explain` (a `KeyError` would show its message as it is coded)."""
+
+    def __init__(self, what: str, why: str = "", do: str = "") -> None:
+        super().__init__(explain(what, why, do))
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class UnsupportedLayer(NotImplementedError):
     """A quantity cannot be computed for, or cannot pass, a layer, in the words of `explain`."""
 

@@ -8,16 +8,13 @@ from torch import nn
 
 from bpk.core.derivatives.layers import LayerDerivatives
 from bpk.core.derivatives.losses import LossDerivatives
-from bpk.jacobians.core.errors import explain
+from bpk.jacobians.core.errors import NotThere
 from bpk.jacobians.losses.loss import Loss
 from bpk.rules import REGISTRY
 
 
-class NoDerivatives(KeyError):
+class NoDerivatives(NotThere):
     """A layer has no rule."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class DerivativesFor(Mapping[type[nn.Module], LayerDerivatives]):
@@ -33,11 +30,9 @@ class DerivativesFor(Mapping[type[nn.Module], LayerDerivatives]):
         if rule is None:
             name = getattr(layer, "__name__", type(layer).__name__)
             raise NoDerivatives(
-                explain(
-                    f"There are no derivatives for {name}.",
-                    "bpk has no rule for this class of layer.",
-                    f"bpk.register() a rule for it; bpk.register(Autodiff({name}, params=(...))) is the shortest.",
-                )
+                f"There are no derivatives for {name}.",
+                "bpk has no rule for this class of layer.",
+                f"bpk.register() a rule for it; bpk.register(Autodiff({name}, params=(...))) is the shortest.",
             )
         return LossDerivatives(rule) if isinstance(rule, Loss) else LayerDerivatives(rule)
 

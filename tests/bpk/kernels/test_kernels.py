@@ -385,3 +385,9 @@ def test_jacobians_in_inference_mode() -> None:
         kernel, covariance = bpk.ntk(model, same), bpk.predictive_covariance(model, same, posterior)
     torch.testing.assert_close(kernel, bpk.ntk(model, x))
     torch.testing.assert_close(covariance, bpk.predictive_covariance(model, x, posterior))
+
+
+def test_a_sum_that_is_not_there_says_so_in_lines() -> None:
+    with pytest.raises(KeyError) as caught:
+        bpk.Summed("grad_gram")["grad_gram"]
+    assert "\n  Do:  write backpack(extension, extension_hook=total)" in str(caught.value)
