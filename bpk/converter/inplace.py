@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import inspect
 import operator
+from functools import cache
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from bpk.converter.kinds import VERBATIM, Kind, function_of, name_of
-from bpk.jacobians.core.in_place import IN_PLACE_OPERATORS, out_of_place
+from bpk.jacobians.core import conversion
 
 VIEWS = {
     *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "transpose", "permute", "t", "swapaxes"),
@@ -29,6 +32,10 @@ VIEWS = {
     *("feature_dropout", "cartesian_prod", "matrix_power", "rename", "refine_names", "pos"),
 }
 """Functions whose result may share memory with their argument."""
+
+IN_PLACE_OPERATORS = {
+    getattr(operator, f"i{name}"): getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "pow", "matmul")
+}
 
 METADATA = {f"{name}_" for name in VIEWS} | {"resize_", "resize_as_", "set_"}
 """Methods that change how a tensor looks at its memory, and not what is in there (or do nothing, as dropout may)."""
@@ -172,6 +179,22 @@ def copy_of(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else type(value)([copy_of(part) for part in value])
 
 
+@cache
+def out_of_place(function: Any) -> Any:
+    """The function that computes the same without overwriting its input (`torch.relu_` -> `torch.relu`).
+
+    >>> out_of_place(torch.Tensor.add_) is torch.Tensor.add, out_of_place(operator.iadd) is operator.add
+    (True, True)
+    """
+    name = conversion.name_of(function)
+    if function in IN_PLACE_OPERATORS or not name.endswith("_") or name.endswith("__"):
+        return IN_PLACE_OPERATORS.get(function, function)
+    for owner in (Tensor, torch, F):
+        if getattr(owner, name, None) is function or vars(owner).get(name) is function:
+            return getattr(owner, name[:-1], function)
+    return function
+
+
 def make_out_of_place(node: fx.Node) -> bool:
     """Let a node call the function that overwrites nothing; `False` if there is none."""
     if node.op == "call_module":
@@ -182,8 +205,9 @@ def make_out_of_place(node: fx.Node) -> bool:
             return False
         node.target = name
         return True
-    if node.target in IN_PLACE_OPERATORS or out_of_place(node.target) is not node.target:
-        node.target = out_of_place(node.target)
+    function: Any = out_of_place(node.target)
+    if function is not node.target:
+        node.target = function
         return True
     at = inplace_option(node)
     if isinstance(at, int):

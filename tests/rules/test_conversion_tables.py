@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from bpk.converter.inplace import out_of_place
 from bpk.jacobians.core.conversion import (
     CannotConvert,
     Conversion,
@@ -21,7 +22,6 @@ from bpk.jacobians.core.conversion import (
     name_of,
     signature_of,
 )
-from bpk.jacobians.core.in_place import out_of_place
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.rules import REGISTRY
