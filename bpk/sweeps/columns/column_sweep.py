@@ -48,7 +48,8 @@ class ColumnSweep(Travelling):
     def visit(self, step: Step) -> None:
         starting = self.begin_at(step) if step.is_loss else self.on_the_way(step)
         if self.deposits is not None:
-            self.withdraw(step, self.deposits)
+            if self.deposits.before:
+                self.withdraw(step, self.deposits)
             self.run.merge(step, self.deposits.merging)
         if starting:
             self.start(step, starting)

@@ -76,14 +76,16 @@ class Merging:
         return list(accumulate(work))[::-1]
 
     def pays(self, count: int, size: int, n: int, step: Step) -> bool:
-        """Whether sending `2 size` columns through all calls from `step` on, not `count`, saves more than it costs.
-
-        Where it saves less than a third, a place with fewer entries often comes next.
-        """
-        if not self.fits(size, n):
+        """Whether sending `2 size` columns through all calls from `step` on, not `count`, saves more than it costs."""
+        if not (self.saves(count, size) and self.fits(size, n)):
             return False
-        saved = count - 2 * size
-        return 3 * saved >= count and saved * self.to_come[step.number] > count * size * (size + TOUCHED)
+        return (count - 2 * size) * self.to_come[step.number] > count * size * (size + TOUCHED)
+
+    @staticmethod
+    def saves(count: int, size: int) -> bool:
+        """Whether `2 size` columns are so many less; where it is less than a third, a place with fewer entries often
+        comes next."""
+        return 3 * (count - 2 * size) >= count
 
     def fits(self, size: int, n: int) -> bool:
         """Whether memory holds matrices over so many entries."""
@@ -105,11 +107,12 @@ class Merging:
 
     def merge(self, waiting: Mapping[Step, Columns], uses: Mapping[int, list[Use]], step: Step) -> Deposit | None:
         """Fewer columns before `step`, where that pays: asked with what may be left of the entries, the least first."""
-        like = self.like(waiting)
-        if like is None:
+        sizes = {key: len(mat) for waits in waiting.values() for key, mat in waits.blocks.items()}
+        largest = max([width(waits) for waits in waiting.values() if waits.blocks], default=0)
+        count = sum(sizes.values())
+        if not self.saves(count, largest) or (like := self.like(waiting)) is None:
             return None
-        n, largest = like.shape[1], max(map(width, waiting.values()))
-        count = sum({key: len(mat) for waits in waiting.values() for key, mat in waits.blocks.items()}.values())
+        n = like.shape[1]
         shared = sum([mine[0].call.params[mine[0].name].numel() for mine in uses.values()])
         if not self.pays(count, max(shared, largest), n, step):
             return None

@@ -90,9 +90,12 @@ class SignedHessian(ColumnSweep):
         """The Hessian of a loss, times its factor in the objective."""
         joint = step.joint
         root, signs = joint.rule.hessian_columns(joint.call)
-        size = step.grad.abs().sqrt()
-        columns: dict[Wrt, Tensor] = {k: self.rows(mat, 1) * size for k, mat in joint.split(root).items()}
-        return [self.split(step, as_lazy(columns, self.rows(signs, 1) * step.grad.sign(), "loss"))]
+        columns: dict[Wrt, Tensor] = {k: self.rows(mat, 1) for k, mat in joint.split(root).items()}
+        signs = self.rows(signs, 1)
+        if step.grad.requires_grad or step.factor != 1:
+            size = step.grad.abs().sqrt()
+            columns, signs = {k: mat * size for k, mat in columns.items()}, signs * step.grad.sign()
+        return [self.split(step, as_lazy(columns, signs, "loss"))]
 
     def of_call(self, step: Step) -> list[LazyColumns]:
         """The residual of a call, jointly over inputs and parameters that are used elsewhere as well, by calls further
