@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import CheckpointError
 
+from bpk.jacobians.core.again import with_tied
 from bpk.jacobians.core.numeric import placeholder
 from bpk.jacobians.second_order.graph import products
 from bpk.jacobians.second_order.stand_ins import ForwardMode
@@ -54,7 +55,7 @@ def push_one(
     with forward_mode.dual_level(), torch.enable_grad():  # where the model disables it, values are constant
         values = params if graph else {name: every[name] for name in params}
         duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(values.items(), mats, strict=True)}
-        z, tangent = forward_mode.unpack_dual(functional_call(model, every | duals, (x,)))
+        z, tangent = forward_mode.unpack_dual(with_values(model, every | duals, x))
     return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
 
 
@@ -63,13 +64,18 @@ def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Te
     every = constant(model)
 
     def output(*values: Tensor) -> Any:
-        return functional_call(model, every | dict(zip(params, values, strict=True)), (x,))
+        return with_values(model, every | dict(zip(params, values, strict=True)), x)
 
     def tangent(*columns: Tensor) -> Tensor:
         return jvp(output, tuple(every[name] for name in params), columns)[1]
 
     with torch.enable_grad():  # as above
         return vmap(tangent, randomness="error")(*mats).detach()
+
+
+def with_values(model: nn.Module, values: Parameters, x: Any) -> Any:
+    """What the model gives with other values in the place of parameters, wherever layers hold them."""
+    return functional_call(model, with_tied(model, values), (x,), tie_weights=False)
 
 
 def constant(model: nn.Module) -> dict[str, Tensor]:

@@ -27,16 +27,30 @@ def call_again(
 
 
 def with_tied(module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Values of parameters by name; of a parameter under several names, those not given follow the first that is.
+    """Values of parameters by name; of a parameter in several places, those not given follow the first that is.
 
-    Names that are given keep their own values: a rule differentiates with respect to one name at a time.
+    Names that are given keep their own values: a rule differentiates with respect to one name at a time. A module that
+    has two names itself gets a value by one of them: `functional_call` would find the value that it has put there under
+    the second one, put that back in the end, and so take the parameter away (as it does with `tie_weights=True`).
     """
-    state = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    state = [
+        (f"{path}.{key}" if path else key, (id(part), key), own)
+        for path, part in module.named_modules(remove_duplicate=False)
+        for tensors in (part.named_parameters, part.named_buffers)
+        for key, own in tensors(recurse=False, remove_duplicate=False)
+    ]
     first: dict[int, Tensor] = {}
-    for name, own in state:
+    served = set[tuple[int, str]]()
+    for name, place, own in state:
         if name in params:
             first.setdefault(id(own), params[name])
-    return dict(params) | {name: first[id(own)] for name, own in state if name not in params and id(own) in first}
+            served.add(place)
+    found = dict(params)
+    for name, place, own in state:
+        if id(own) in first and place not in served:
+            found[name] = first[id(own)]
+            served.add(place)
+    return found
 
 
 OURS = "bpk."

@@ -39,6 +39,34 @@ def test_without_forward_mode() -> None:
     torch.testing.assert_close(ggn @ v[:, 0], 2 * jacobian.T @ jacobian @ v[:, 0])
 
 
+class TwoNames(nn.Module):
+    """A layer that has two names, one in a container, and a weight that is in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.part = nn.Sequential(self.first, nn.Tanh())
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.part(self.first(x)))
+        return out
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_layers_with_two_names_keep_their_parameters(columns: int) -> None:
+    """Torch's `functional_call` leaves other tensors in their place (seen in 2.13)."""
+    model, x = TwoNames().to(DOUBLE), torch.randn(5, 4, dtype=DOUBLE)
+    before = dict(model.named_parameters())
+    rows = [torch.autograd.grad(z, [*before.values()], retain_graph=True) for z in model(x).flatten()]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    ggn = operators.GGN(model, nn.MSELoss(reduction="sum"), (x, torch.zeros(5, 4, dtype=DOUBLE)))
+    for _ in range(2):
+        v = torch.randn(len(jacobian.T), columns, dtype=DOUBLE)
+        torch.testing.assert_close(ggn @ v, 2 * jacobian.T @ jacobian @ v)
+        assert all(p is before[name] for name, p in model.named_parameters())
+
+
 class Multiplied(nn.Module):
     """Products of some features each, by a function that torch takes for a constant in forward mode (seen in 2.13)."""
 

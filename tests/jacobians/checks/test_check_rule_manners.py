@@ -189,6 +189,36 @@ def test_a_parameter_of_an_inner_layer_that_is_not_named() -> None:
         bpk.unregister(rule)
 
 
+class Again(nn.Module):
+    """A layer that calls another one twice, which has two names here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.last = nn.Sequential(self.inner, nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.inner(x))
+        return out
+
+
+@pytest.mark.parametrize("name", ["inner", "last.0"])
+def test_an_inner_layer_with_two_names_keeps_its_parameters(name: str) -> None:
+    """Torch's `functional_call` leaves other tensors in their place (seen in 2.13)."""
+    model = nn.Sequential(nn.Linear(4, 3), Again(), nn.Linear(3, 2))
+    before = list(model.parameters())
+    x, y = torch.randn(5, 4), torch.randint(2, (5,))
+    with registered(Autodiff(Again, params=(f"{name}.weight", f"{name}.bias"))):
+        extensions = BatchGrad(), DiagGGNExact(), DiagHessian()
+        result = bpk.verify(model, nn.CrossEntropyLoss(), x, y, *extensions)
+        assert "WRONG" not in str(result) and result, result
+        model, loss_fn = bpk.extend(model), bpk.extend(nn.CrossEntropyLoss())
+        with bpk.backpack(*extensions):
+            loss_fn(model(x), y).backward()
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
+    assert all(hasattr(p, e.savefield) for p in before for e in extensions)
+
+
 @pytest.mark.parametrize("given", [{}, {"shape": (3, 2), "shapes": ((3, 2), (3, 2))}], ids=["neither", "both"])
 def test_an_example_without_shape_is_refused(given: Any) -> None:
     with pytest.raises(RuleError, match=r"(?s)The example of Pair has .*shapes=\(\(4, 3\), \(4, 2\)\) for two inputs"):
