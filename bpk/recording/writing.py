@@ -17,7 +17,7 @@ from bpk.recording import engine
 from bpk.recording.activations import store_on
 from bpk.recording.before import Before, keep
 from bpk.recording.graph.identity import alias, together
-from bpk.recording.graph.nodes import Edge, parameter_edges
+from bpk.recording.graph.nodes import Edge, parameter_places
 from bpk.recording.graph.ownership import OWNER, give
 from bpk.recording.membership import parameters_in
 from bpk.recording.record import Record
@@ -107,7 +107,7 @@ def require_names(written: Record, node: Node) -> None:
     if any(key not in named and p.requires_grad for key, p in parameters_in(written.module).items()):
         own = written.module.named_parameters()
         others = {name: p for name, p in own if p.requires_grad and id(p) not in named}
-    for name in parameter_edges(node, written.edges, others) if others else ():
+    for name in parameter_places(node, written.edges, others) if others else ():
         kind = type(written.module).__name__
         raise RuleError(
             f"The rule of '{written.path}' ({kind}) does not name its parameter '{name}'.",

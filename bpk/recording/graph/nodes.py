@@ -65,11 +65,10 @@ def is_linear(node: Node) -> bool:
     return name in LINEAR or (name in BILINEAR and sum(differentiable) == 1)
 
 
-def parameter_edges(node: Node, inputs: Sequence[Edge], params: Mapping[str, Tensor]) -> dict[str, tuple[Node, int]]:
-    """By name: the node inside a call that sends a parameter its gradient, and through which output.
-
-    Only parameters that the call reaches exactly once are listed.
-    """
+def parameter_places(
+    node: Node, inputs: Sequence[Edge], params: Mapping[str, Tensor]
+) -> dict[str, list[tuple[Node, int]]]:
+    """By name: the nodes inside a call that send a parameter its gradient, and through which output."""
     stop = {edge[0] for edge in inputs}
     names = {id(p): name for name, p in params.items()}
     found: dict[str, list[tuple[Node, int]]] = {}
@@ -78,6 +77,12 @@ def parameter_edges(node: Node, inputs: Sequence[Edge], params: Mapping[str, Ten
             name = names.get(id(leaf_of(above))) if above not in stop else None
             if name is not None:
                 found.setdefault(name, []).append((here, k))
+    return found
+
+
+def parameter_edges(node: Node, inputs: Sequence[Edge], params: Mapping[str, Tensor]) -> dict[str, tuple[Node, int]]:
+    """The same of those parameters that a call reaches exactly once."""
+    found = parameter_places(node, inputs, params)
     return {name: hits[0] for name, hits in found.items() if len(hits) == 1}
 
 

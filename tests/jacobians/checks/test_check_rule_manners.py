@@ -202,6 +202,12 @@ class Again(nn.Module):
         return out
 
 
+def test_a_parameter_of_an_inner_layer_that_is_not_named_and_used_twice() -> None:
+    named = pytest.raises(RuleError, match=r"does not name its parameter 'inner\.(bias|weight)'")
+    with registered(Autodiff(Again)), named:
+        bpk.extend(Again())(torch.ones(4, 3))
+
+
 @pytest.mark.parametrize("name", ["inner", "last.0"])
 def test_an_inner_layer_with_two_names_keeps_its_parameters(name: str) -> None:
     """Torch's `functional_call` leaves other tensors in their place (seen in 2.13)."""
