@@ -86,6 +86,8 @@ class EKFLR(SquareRootExtension):
         return Eigenbasis(mine, moments_in(uses, mine))
 
     def statistic(self, uses: Uses) -> Parts:
+        if self.given is None:  # moments in the batch's own bases: nothing that adds up
+            return {}
         return {str(self.number_of(uses)): self.value(uses).moments}
 
     def number_of(self, uses: Uses) -> int:

@@ -97,12 +97,14 @@ def refused(rank: int) -> None:
     torch.manual_seed(0)
     model, loss_fn = bpk.extend(Net(False).double()), bpk.extend(nn.CrossEntropyLoss())
     x, y = (part.split(SIZES)[rank] for part in global_batch())
-    exts = E.Variance(), E.HMP(), E.BatchGrad(), E.KFRA(), E.ClippedGrad()
+    exts = E.Variance(), E.HMP(), E.BatchGrad(), E.KFRA(), E.ClippedGrad(), E.EKFLR()
     with bpk.backpack(*exts):
         loss_fn(model(x), y).backward()
     told("graph of one batch", lambda: bpk.distributed.all_reduce(model, exts[1]))
     told("batch_averages", lambda: bpk.distributed.all_reduce(model, exts[3]))
     told("other norms in one large batch", lambda: bpk.distributed.all_reduce(model, exts[4]))
+    told("moments in different bases do not add up", lambda: bpk.distributed.all_reduce(model, exts[5]))
+    assert all(len(vars(p)["ekflr"].bases) in (1, 2) for p in model.parameters())  # those of the local batch
     told("has no rows", lambda: bpk.distributed.gather(model, exts[0]))
     bpk.distributed.all_reduce(model, exts[0])
     told("put together before", lambda: bpk.distributed.all_reduce(model, exts[0]))
