@@ -20,6 +20,7 @@ from bpk.plan.sources import Sources
 from bpk.plan.support import Kind, Support
 from bpk.plan.support import support as answer
 from bpk.recording.before import keep
+from bpk.recording.graph.losses import write_losses
 from bpk.recording.graph.sums import is_recovered_sum
 from bpk.recording.membership import parts_of
 from bpk.recording.record import Record
@@ -47,7 +48,10 @@ class Forward:
 
     def __init__(self, model: nn.Module, output: Any, extensions: Sequence[BackpropExtension]) -> None:
         live = [x for x in tensors_in(output) if x.requires_grad]
-        kept = [keep(x) for x in live]
+        kept = [keep(x) for x in live if x.dim()]
+        if not kept:  # the model returns its loss alone
+            losses = [loss for x in live if x.grad_fn is not None for loss in write_losses(x.grad_fn)]
+            kept = [(loss.inputs[0], loss.edges[0]) for loss in losses] or [keep(x) for x in live]
         whole = Binding(nn.Identity(), tuple(x for x, _ in kept))
         self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})
         self.root.module.__dict__["_bpk_path"] = "the output"

@@ -80,7 +80,7 @@ def is_awaited(node: Node) -> bool:
     return engine.belongings(node).get(WATCHED) not in (None, engine.current_task())
 
 
-def write_losses(node: Node) -> None:
+def write_losses(node: Node) -> list[Record]:
     """Write down the losses that a number is made of, which a model has returned, as if layers had made them.
 
     Numbers are followed, so that weighted sums of losses are found. If it is made of anything else (a penalty, a loss
@@ -93,13 +93,13 @@ def write_losses(node: Node) -> None:
         if owner_of(here) is not None:
             continue
         if engine.output_shapes(here) != (torch.Size(),):
-            return
+            return []
         loss = read_loss(here)
         above = [one for one, _ in map(beyond, here.next_functions) if one is not None]
         if loss is not None:
             found[here] = loss
         elif not above:
-            return
+            return []
         else:
             waiting += [one for one in above if one not in seen]
             seen.update(above)
@@ -107,6 +107,7 @@ def write_losses(node: Node) -> None:
     for here, loss in found.items():
         loss.look_at(given, ())
         give(here, loss)
+    return list(found.values())
 
 
 def read_loss(node: Node) -> Record | None:

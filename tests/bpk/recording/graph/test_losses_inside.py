@@ -286,3 +286,15 @@ def test_a_gradient_inside_of_the_forward_pass() -> None:
     with bpk.backpack(E.DiagGGNExact()):
         loss_fn(model(torch.randn(4, 4, dtype=D), NUMBERS), torch.randn(4, 4, dtype=D)).backward()
     assert all(hasattr(p, "diag_ggn_exact") for p in list(model.parameters())[:2])
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_support_of_a_model_that_returns_its_loss(alone: bool) -> None:
+    class Model(Inside):
+        def forward(self, x: Tensor, y: Tensor) -> Any:
+            out, loss = super().forward(x, y)
+            return loss if alone else (out, loss)
+
+    table = bpk.support(Model(F.cross_entropy).to(D), E.KFAC(), inputs=(torch.randn(4, 4, dtype=D), CLASSES))
+    kinds = {cell.path: cell.kind.value for cell in table.cells}
+    assert {kinds[path] for path in ("layers.0", "layers.2")} == {"supported"}
