@@ -52,7 +52,7 @@ class Backward:
         self.under_way = under_way
         self.extensions: tuple[BackpropExtension, ...] = context.extensions
         self.sweeps = SharedSweeps(self.extensions)
-        self.inspection = Inspection(self.extensions, context.checks_objective, self.sweeps.needs_root)
+        self.inspection = Inspection(context, self.sweeps.needs_root)
         self.listeners = [e.listener for e in self.extensions if e.listener is not None and not context.adds_up]
         self.noted = None if context.adds_up else local.begin(asked=bool(self.listeners))
         self.loss_scale = 1.0 if context.grad_scaler is None else context.grad_scaler.get_scale()

@@ -36,6 +36,7 @@ from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
 from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch
 from bpk.recording import engine
+from bpk.recording.context.opened import Settings
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.side_effects import HookedTensors
 from bpk.recording.membership import around
@@ -51,14 +52,14 @@ class Inspection:
     `left` are modules whose calls were left to autograd, `by_functions` the `id`s of parameters that functions use.
     """
 
-    def __init__(self, extensions: Sequence[Quantity], checks_objective: bool, needs_root: bool) -> None:
-        self.extensions = extensions
-        self.checks_objective = checks_objective
+    def __init__(self, settings: Settings, needs_root: bool) -> None:
+        self.settings = settings
+        self.extensions: Sequence[Quantity] = settings.extensions
         self.needs_root = needs_root
-        self.second_order = bool([e for e in extensions if e.second_order])
-        self.only_module_extensions = [e for e in extensions if not e.works_by_rules]
-        self.with_module_extensions = [e for e in extensions if e.has_module_extensions]
-        self.subsampled = [e for e in extensions if e.subsampling is not None]
+        self.second_order = bool([e for e in self.extensions if e.second_order])
+        self.only_module_extensions = [e for e in self.extensions if not e.works_by_rules]
+        self.with_module_extensions = [e for e in self.extensions if e.has_module_extensions]
+        self.subsampled = [e for e in self.extensions if e.subsampling is not None]
         self.hooked = HookedTensors()
         self.corrections = ExitStack()
         self.sources = Sources(self.computes_again)
@@ -118,7 +119,7 @@ class Inspection:
         for record in above:
             if not record.open:
                 record.reopen()  # an earlier pass may have failed before it came here
-        if self.checks_objective:
+        if self.settings.checks_objective:
             self.check_objective(root, above, node)
         if placement.rows:
             require_whole_batch(self.extensions, root)
@@ -177,7 +178,7 @@ class Inspection:
     def outside(self) -> Outside:
         """What the objective has beside extended losses."""
         if self._outside is None:
-            self._outside = outside_of_losses(engine.roots(), self.second_order)
+            self._outside = outside_of_losses(engine.roots(), self.settings.needs_losses)
         return self._outside
 
     @property

@@ -55,10 +55,10 @@ class Outside:
         return leaf or call is not None
 
 
-def outside_of_losses(roots: Iterable[Edge] | None, second_order: bool) -> Outside:
+def outside_of_losses(roots: Iterable[Edge] | None, needs_losses: bool) -> Outside:
     """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between.
 
-    In second order, losses that a model has computed itself are written down.
+    Losses that a model has computed itself are written down if they are needed.
     """
     found, losses = Outside(seen=roots is not None), list[Node]()
     starts = [beyond(root)[0] for root in roots or ()]
@@ -66,7 +66,7 @@ def outside_of_losses(roots: Iterable[Edge] | None, second_order: bool) -> Outsi
     waiting = list(consumers)
     while waiting:
         node = waiting.pop()
-        if second_order and is_awaited(node):
+        if needs_losses and is_awaited(node):
             write_losses(node)
         call = owner_of(node)
         if call is not None and call.is_loss:

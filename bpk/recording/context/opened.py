@@ -38,6 +38,11 @@ class Settings:
     adds_up: bool = False
     grad_scaler: GradScaler | None = None
 
+    @property
+    def needs_losses(self) -> bool:
+        """Whether losses have to be known: second order starts there, and they say by what means divide."""
+        return self.adds_up or any(e.second_order for e in self.extensions)
+
 
 class Pass(Protocol):
     """A backward pass under way."""
@@ -62,7 +67,7 @@ class Opened:
     with `backwards`: the passes under way, by that number; a pass takes itself off when it has ended. `recorded` says
     whether a call was written down, `reached` whether a pass has come to an extended module, and `elsewhere` whether a
     pass in another thread has come to a call of this thread. A context `asks_for_layers` if there is something to do at
-    each, beside what rules say, and is of `second_order` if some extension is. `called` is the model whose forward pass
+    each, beside what rules say. `called` is the model whose forward pass
     has opened the context, if any.
     """
 
@@ -74,7 +79,6 @@ class Opened:
         self.reached = False
         self.elsewhere = False
         self.called: nn.Module | None = None
-        self.second_order = any(e.second_order for e in context.extensions)
         by_hand = [e for e in context.extensions if e.has_module_extensions]
         self.asks_for_layers = context.debug or context.extension_hook is not None or bool(by_hand)
         runs_passes = context.adds_up  # by itself: there will be one

@@ -1,9 +1,9 @@
 """Losses that a model computes itself, by functions: `F.cross_entropy(logits.flatten(0, 1), labels)`, or a loss module
 that its forward pass makes.
 
-Language models return their loss beside the logits. Second order starts at a loss, so a backward pass that asks for it
+Language models return their loss beside the logits. Second order starts at a loss, so a backward pass that needs it
 writes down the losses among the functions before a number that a model has returned, when it comes to that number: the
-nodes behind it still keep what they have saved. First order does not need to know.
+nodes behind it still keep what they have saved. First order of a batch does not need to know.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def watch(results: Sequence[Tensor]) -> None:
 
 
 def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-    """The hook on such a number: if a pass of second order begins here, it begins at the losses that the number is."""
+    """The hook on such a number: if a pass that needs losses begins here, it begins at those that the number is."""
     opened = CTX.stack[-1] if CTX.stack and not CTX.quiet else None
     node, task = engine.current_node(), engine.current_task()
     engine.belongings(node)[WATCHED] = task
-    if opened is None or not opened.second_order or owner_of(node) is not None:
+    if opened is None or not opened.context.needs_losses or owner_of(node) is not None:
         return None
     if task in opened.backwards or not opened.is_for(CTX.called):
         return None

@@ -47,6 +47,27 @@ def test_batches_that_are_dictionaries_take_a_step() -> None:
         bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.KFLR())
 
 
+@pytest.mark.parametrize("extension", [E.KFLR, E.Variance])
+def test_a_loss_that_the_model_computes_itself(extension: Any) -> None:
+    model, x, y = few()
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            logits = self.layers(x)
+            return {"loss": nn.functional.cross_entropy(logits, y), "logits": logits}
+
+    batches, loss_fn = split(x, y, 2, 4, 1), nn.CrossEntropyLoss()
+    expected = bpk.accumulate(model, loss_fn, batches, extension())
+    found = bpk.accumulate(Inside(), loss_fn, batches, extension(), step=lambda model, _, batch: model(*batch)["loss"])
+    for field in (extension().savefield, "grad"):
+        for name, value in expected.field(field).items():
+            torch.testing.assert_close(found.field(field)[f"layers.{name}"], value)
+
+
 class Encoding(UserDict[str, Tensor]):
     """As tokenizers give it: read by attributes, and moved by a method of its own."""
 
