@@ -167,7 +167,10 @@ class GGN(Backend, GGNInterface):
         """Top eigenvectors `[P, K]` and eigenvalues `[K]` of the data set's GGN, and the loss."""
         operator = GGNOperator(self.model, self.lossfunc, data_loader)
         k = min(self.rank, operator.shape[0] - 1)
-        start = torch.ones(operator.shape[0], dtype=operator.dtype, device="cpu")  # the same result every time
+        # the same result every time; not a vector of ones, along which softmax and its like do not change
+        start = torch.randn(
+            operator.shape[0], dtype=operator.dtype, device="cpu", generator=torch.Generator().manual_seed(0)
+        )
         values, vectors = map(torch.as_tensor, eigsh(operator.to_scipy(), k, v0=start.numpy()))
         some = values > values.amax() * torch.finfo(values.dtype).eps * operator.shape[0]
         with torch.no_grad():

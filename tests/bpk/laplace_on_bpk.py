@@ -37,6 +37,7 @@ TARGETS = {"classification": torch.randint(3, (20,)), "regression": torch.randn(
 PEERS = {BackPackGGN: CurvlinopsGGN, BackPackEF: CurvlinopsEF, GGN: CurvlinopsGGN, EF: CurvlinopsEF}
 
 
+LINEAR = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
 CONVOLUTION = nn.Sequential(
     nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)
 )
@@ -119,18 +120,27 @@ def training(backend: type) -> float:
 
 
 def low_rank() -> float:
-    """All eigenpairs of the GGN, and a prior with an entry for each weight: predictions of the full posterior."""
-    found, data = [], loader("regression")
-    size = sum(p.numel() for p in CONVOLUTION.parameters())
+    """All eigenpairs of the GGN, and a prior with an entry for each weight: predictions of the full posterior.
+
+    Of a linear classifier, too: the probabilities are the same when the same is added to all of its weights.
+    """
+    return max(low_rank_of("regression", CONVOLUTION), low_rank_of("classification", LINEAR))
+
+
+def low_rank_of(likelihood: str, model: nn.Module) -> float:
+    """The same of one model."""
+    found, data = [], loader(likelihood)
+    size = sum(p.numel() for p in model.parameters())
     prior = torch.rand(size) + 0.5
     for make, structure, options in (
         (laplace_torch.Laplace, "lowrank", {"backend": GGN, "backend_kwargs": {"rank": size}}),
         (Laplace, "full", {"backend": CurvlinopsGGN}),
     ):
-        laplace = make(copy.deepcopy(CONVOLUTION), "regression", "all", structure, prior_precision=prior, **options)
+        laplace = make(copy.deepcopy(model), likelihood, "all", structure, prior_precision=prior, **options)
         laplace.fit(data)
         found.append(laplace)
-    pairs = zip(found[0](INPUTS[:4]), found[1](INPUTS[:4]), strict=True)
+    both = [laplace(INPUTS[:4]) for laplace in found]
+    pairs = zip(*both, strict=True) if likelihood == "regression" else [both]
     return max(difference(a, b) for a, b in pairs)
 
 
