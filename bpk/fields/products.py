@@ -58,6 +58,7 @@ class Products(Rows):
 
     def rotated_gram(self, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
         """`sample_gram` of `left r right^T`, with rows as matrices as the parameter's Kronecker factors see them."""
+        left, right, weight = wide(left), wide(right), wide(weight)
         if self.outers:
             sizes = [part.columns.shape[2:4].numel() for part in self.outers]
             pairs = zip(self.outers, left.split(sizes, 1), strict=True)
@@ -94,6 +95,7 @@ class Products(Rows):
 
     def projected(self, left: Tensor, right: Tensor) -> Tensor:
         """`left r right^T` `[V, n, k, l]`, with rows as matrices of the parameter's first axis and the others."""
+        left, right = wide(left), wide(right)
         rest = right.shape[1]
         numbers = torch.arange(self.param.numel(), dtype=torch.int32, device=self.param.device).view(self.param.shape)
         places = [part.matrix(numbers).flatten(-3, -2) for part in self.outers]

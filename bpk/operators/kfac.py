@@ -12,6 +12,7 @@ from bpk.distributed.processes import are_there
 from bpk.distributed.statistics import share_orders
 from bpk.extensions import KFAC as KFACExtension
 from bpk.extensions import KFLR
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.operators.data import Loader, Problem
 from bpk.operators.linear import SymmetricOperator
@@ -22,7 +23,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class BlockDiagonal(SymmetricOperator):
-    """A product for each parameter: functions of `[P, V]`."""
+    """A product for each parameter: functions of `[P, V]`, in the type to compute in."""
 
     def __init__(self, like: dict[str, Tensor], products: dict[str, Product]) -> None:
         self.in_shapes = self.out_shapes = {name: p.shape for name, p in like.items()}
@@ -32,7 +33,7 @@ class BlockDiagonal(SymmetricOperator):
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:
         named = zip(self.in_shapes, mats, strict=True)
-        return [self.products[name](as_rows(mat).T).T.reshape(mat.shape) for name, mat in named]
+        return [self.products[name](wide(as_rows(mat)).T).T.reshape(mat.shape).to(mat.dtype) for name, mat in named]
 
 
 class KFAC(BlockDiagonal):

@@ -170,6 +170,7 @@ def sample_gram(outer: Outer, weight: Tensor | None) -> Tensor:
     """`sum_e w_e r_vne r_une`, the rows of one sample with one another: `[N, V, V]`; `weight` is `[G, O, I]`."""
     v, n, groups, o, i, t = outer.shape
     total = wide(outer.columns).new_zeros(n, v, v)
+    weight = None if weight is None else wide(weight)
     by_positions = t == 1 or (weight is None and t * t * i + v * o * t * t + v * v * o * t < v * o * i * (t + v))
     for g in range(groups):
         if not by_positions:

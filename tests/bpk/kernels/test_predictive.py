@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import bpk
-from bpk.extensions import KFLR, DiagGGNExact
+from bpk.extensions import EKFLR, KFLR, DiagGGNExact
 from bpk.jacobians.core import outer
-from bpk.kernels import Diagonal, Kronecker, LowRank
+from bpk.kernels import Diagonal, Eigenbases, Kronecker, LowRank
 from bpk.utils.kroneckers import kfacs_to_mat
 from tests.bpk.kernels.test_kernels import Make, N, close, jacobians
 from tests.bpk.kernels.test_kernels import doubles as doubles  # fixtures
@@ -106,6 +106,32 @@ def test_kronecker_factors(given: tuple[nn.Module, Make], room: None, damped: bo
     everything = bpk.predictive_covariance(model, x, Kronecker.of(model, "kflr", 0.5, 2.0))
     parts = [Kronecker({name: p.kflr}, 0.5, 2.0) for name, p in model.named_parameters()]
     close(everything, sum(bpk.predictive_covariance(model, x, part) for part in parts))
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_half_precision(routed: bool) -> None:
+    """Posteriors in the precision of the model, whose rows are multiplied in float32 (`ProjectedGrad` as well)."""
+    torch.manual_seed(0)
+    inner = Routed(True) if routed else nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    found: dict[torch.dtype, list[Tensor]] = {}
+    x, variances = torch.randn(N, 3).bfloat16(), [torch.rand(p.shape).bfloat16() for p in inner.parameters()]
+    model, loss_fn = bpk.extend(inner.bfloat16()), bpk.extend(nn.MSELoss())
+    with bpk.backpack(KFLR(), EKFLR()):
+        loss_fn(model(x), torch.zeros(N, 2).bfloat16()).backward()
+    named = dict(model.named_parameters())
+    kflr, ekflr = ({name: getattr(p, field) for name, p in named.items()} for field in ("kflr", "ekflr"))
+    for dtype in (torch.bfloat16, torch.float64):
+        model.to(dtype)
+        factors = {name: [f.to(dtype) for f in some] for name, some in kflr.items()}
+        bases = {name: [basis.to(dtype) for basis in e.bases] for name, e in ekflr.items()}
+        precisions = {name: e.moments.to(dtype) + 0.5 for name, e in ekflr.items()}
+        diagonal = Diagonal({name: v.to(dtype) for name, v in zip(named, variances, strict=True)})
+        posteriors = diagonal, Kronecker(factors, 0.5), Eigenbases(bases, precisions)
+        found[dtype] = [bpk.predictive_covariance(model, x.to(dtype), posterior) for posterior in posteriors]
+        loss = loss_fn(model(x.to(dtype)), torch.zeros(N, 2, dtype=dtype))
+        found[dtype].append(bpk.projected_gradients(model, loss, k=4))
+    for ours, theirs in zip(*found.values(), strict=True):
+        assert float((ours - theirs).abs().max()) < 0.03 * float(theirs.abs().max())
 
 
 def test_unit_columns_of_a_last_layer_are_not_multiplied() -> None:

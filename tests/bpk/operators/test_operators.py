@@ -356,6 +356,21 @@ class Shifted(nn.Module):
         return self.head((x[:, None, None] * self.shift).tanh().sum(1))
 
 
+def test_kfac_of_a_model_in_half_precision() -> None:
+    """Factors are added up in float32, and multiply vectors in the precision of the model."""
+    torch.manual_seed(0)
+    model, x, y = mlp().bfloat16(), torch.randn(7, 4).bfloat16(), classes()
+    v = torch.randn(27).bfloat16()
+    found = []
+    for dtype in (torch.bfloat16, DOUBLE):
+        operator = operators.KFAC(model.to(dtype), nn.CrossEntropyLoss(), batches(x.to(dtype), y))
+        each = operator, operator.inverse(0.5), operator.inverse(0.5, split=True)
+        found.append([matrix @ v.to(dtype) for matrix in each])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert float((ours - theirs).abs().max()) < 0.03 * float(theirs.abs().max())
+
+
 def test_kfac_with_a_sparse_factor_has_an_inverse() -> None:
     torch.manual_seed(0)
     operator = operators.KFAC(Shifted(), nn.CrossEntropyLoss(), (torch.randn(7), classes()))
