@@ -25,7 +25,7 @@ from bpk.recording.activations import forget, store_on
 from bpk.recording.changed import Changed, Stamp, changed, stamp
 from bpk.recording.context.state import CTX
 from bpk.recording.data import Given
-from bpk.recording.graph.connections import Connected
+from bpk.recording.graph.connections import VERSION, Connected
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.hyperparameters import hyperparameters_of
@@ -144,9 +144,10 @@ class Record(Connected):
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
         gone, inputs = changed(self.params, self.stamps) if self.params else [], list(self.inputs)
-        for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
-            if x._version != version and self.rule is not None and self.rule.reads_values:
-                inputs[index] = self.unchanged(index, self.rule)
+        if list(map(VERSION, inputs)) != self.versions[: len(inputs)] and self.rule is not None:
+            for index, (x, version) in enumerate(zip(inputs, self.versions, strict=False)):
+                if x._version != version and self.rule.reads_values:
+                    inputs[index] = self.unchanged(index, self.rule)
         form, known = (self.shifted, *self.used, *gone), self.cached
         if known is None or known[0] != form or not all(map(is_, inputs, known[1])):
             call = self.call_on(inputs, gone)

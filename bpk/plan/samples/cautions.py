@@ -146,8 +146,10 @@ def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[
     parameters, and their steps are taken for samples.
     """
     order = rows.get(root)
+    if order is None or root.module in TOLD:
+        return
     given = [record.given[0][:2] for record in above if record.given]
-    if order is None or root.module in TOLD or not given or any(shape[1:] != (n,) for shape in given):
+    if not given or any(shape[1:] != (n,) for shape in given):
         return
     seen = [record for record in above if axis_of_data(record) is not None and record.given[0][:2] == (n, n)]
     moved = bool((order.diff() < 0).any())
