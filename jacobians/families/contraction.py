@@ -17,12 +17,12 @@ from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.gemm import outer_products
 from bpk.jacobians.core.numeric import linear, products
 from bpk.jacobians.core.series import Series
-from bpk.jacobians.families.affine import Affine
+from bpk.jacobians.families.matrices import Matrices
 
 NO_BATCH = "its input has no batch axis"
 
 
-class Contraction(Affine):
+class Contraction(Matrices):
     """A weight times the features of one or several inputs, plus a bias: a linear layer on products of features.
 
         "... i, o i -> ... o"               out = x W^T + b         nn.Linear
@@ -187,7 +187,7 @@ class Contraction(Affine):
             return super().individual(call, column, param)
         if param != "weight":
             return column.flatten(1, -2).sum(1)
-        left, right = column.flatten(1, -2).mT, call.inputs[0].flatten(1, -2).mT
+        left, right = self.factors_of_rows(call, column)
         return products(left, right, call.room((*left.shape[:2], right.shape[1]), left))
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
