@@ -9,6 +9,7 @@ from torch import Tensor
 from bpk.fields.arrived import Use
 from bpk.fields.awaited import expect_gradients, with_sums
 from bpk.fields.parameters import Parameters, ParameterState
+from bpk.fields.sums import are_few
 from bpk.first_order import FirstOrder
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
@@ -64,10 +65,12 @@ class Observing:
     def reach_foreseen(self, record: Record, grad: Tensor, params: Mapping[str, Tensor]) -> KnownGradient | None:
         """Autograd is at a call at which that is so."""
         states = {name: self.parameters.state_of(p, record.module) for name, p in params.items()}
-        waits = self.parameters.wants_gradients
-        asked = self.first_order.reach_whole(record, grad, states, self.first, alone=not waits)
-        if waits:
-            self.expect(record, states, asked)
+        awaited = states if self.parameters.wants_gradients else {}
+        if awaited and record not in self.inspection.attribution.samples:  # few rows are added up sooner
+            awaited = {name: s for name, s in awaited.items() if not are_few(s.param, record.batch_size, grad)}
+        asked = self.first_order.reach_whole(record, grad, states, self.first, alone=not awaited)
+        if awaited:
+            self.expect(record, awaited, asked)
             for state in states.values():
                 self.parameters.finish(state)
         return None if asked is None else with_sums(asked, grad)

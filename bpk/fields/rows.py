@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.arrived import PIECE, Columns, Use
+from bpk.fields.sums import are_few
 from bpk.jacobians.core.call import index_of
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.samples.rows import to_samples
@@ -98,6 +99,12 @@ class Rows:
         """Whether one call alone contributes, a row per sample, so that its rule's shortcuts apply."""
         use = self.uses[0]
         return len(self.uses) == 1 and use.samples is None and use.name not in use.arrived.of_params
+
+    @property
+    def few(self) -> bool:
+        """Whether the rows of a single column are few: sum and squares are then those of the same rows."""
+        single = self.uses[0].arrived.single
+        return single is not None and self.simple and are_few(self.param, len(single), single)
 
     @property
     def shortcut(self) -> bool:

@@ -90,6 +90,8 @@ class Uses(Products):
         first, shares = self.uses[0], weights is None and self.simple
         if shares and first.call.sums is not None and first.name in first.call.sums:
             return first.call.sums[first.name]
+        if shares and self.few:
+            return self.individual().sum(0)
         parts = [
             use.rule.jac_t_mat_prod(use.call, self.weighted(mat, weights, use.samples), use.name, sum_batch=True)[0]
             for use in self.uses
@@ -106,8 +108,7 @@ class Uses(Products):
         """A block `[V, R, *out]`, with the rows of sample `n` times its weight."""
         if weights is None:
             return mat
-        of_rows = weights if samples is None else weights[samples]
-        return mat * along_rows(of_rows, mat, 1)
+        return mat * along_rows(weights if samples is None else weights[samples], mat, 1)
 
     @once
     def factors(self, approximation: str = "default") -> list[Tensor]:

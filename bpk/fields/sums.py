@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.numeric import FEW_NUMBERS, wide
 from bpk.jacobians.core.side_by_side import as_rows
 
 CHUNK = 1 << 18
@@ -43,3 +44,8 @@ def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:
             else:
                 total[0] += piece.sum((0, 1))
     return total.reshape(rows.shape[1 if per_sample else 2 :])
+
+
+def are_few(param: Tensor, n: int, column: Tensor) -> bool:
+    """Whether the rows `[N, *p]` of a column are so few numbers that their sum is best taken of them."""
+    return n * param.numel() <= FEW_NUMBERS and wide(column) is column and not torch.is_grad_enabled()

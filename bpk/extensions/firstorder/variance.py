@@ -100,7 +100,7 @@ class Variance(GradientExtension):
 
     def value(self, uses: Uses) -> Tensor:
         n = uses.batch_size
-        squares = uses.squared_sum() / n
+        squares = (uses.individual().square().sum(0) if uses.few else uses.squared_sum()) / n
         total = uses.summed()  # may be known now
         if torch.is_grad_enabled():
             cancelled = cancels(squares.detach(), total.detach(), n)

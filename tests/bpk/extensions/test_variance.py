@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.firstorder import variance
+from bpk.fields import awaited
 from bpk.jacobians.families.autodiff import Autodiff
 from tests.references.compare import Assembled
 
@@ -187,3 +189,24 @@ def test_a_backward_pass_under_autocast() -> None:
             loss.backward()
         found.append(model.weight.variance)
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("width", [4, 80])
+def test_few_rows_wait_for_no_gradient(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sum and squares of few rows are taken of the rows; of many, the sum is what autograd brings."""
+    waited: list[tuple[int, ...]] = []
+
+    def expect(parameters: object, record: object, states: dict[str, Any]) -> None:
+        waited.extend(tuple(state.param.shape) for state in states.values())
+        awaited.expect_gradients(parameters, record, states)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("bpk.observing.expect_gradients", expect)
+    layers = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Tanh(), nn.Linear(width, width), nn.Flatten())
+    model = bpk.extend(nn.Sequential(layers, nn.Linear(3 * width, 2)).double())
+    loss_fn, x, y = bpk.extend(nn.CrossEntropyLoss()), torch.randn(5, 3, 4).double(), torch.arange(5) % 2
+    with bpk.backpack(E.Variance(), E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+    assert waited == ([] if width == 4 else [(width, width)])
+    for p in model.parameters():
+        torch.testing.assert_close(p.variance, p.grad_batch.var(0, correction=0))
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
