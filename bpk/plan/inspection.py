@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ class Inspection:
         self.subsampled = [e for e in self.extensions if e.subsampling is not None]
         self.hooked = HookedTensors()
         self.corrections = ExitStack()
-        self.sources = Sources(self.computes_again)
+        self.sources = Sources(partial(computes_again, extensions))  # which does not lead back here
         self.above: dict[Record, list[Record]] = {}
         self.attribution = Attribution()
         self.merged: Attribution | None = None
@@ -154,17 +155,6 @@ class Inspection:
             if record.problem or record.rule is None:
                 self.require(record)
 
-    def computes_again(self) -> bool:
-        """Whether calls inside of checkpoints, of which only autograd knows, are computed again to be written down.
-
-        So it is where functions are differentiated twice, as fused kernels cannot be, and for all but sums of columns:
-        functions have no Kronecker factors.
-        """
-        if torch.is_grad_enabled() or any(e.second_order and not e.linear_in_terms for e in self.extensions):
-            return True
-        sweeps = [e.sweep() for e in self.extensions if e.second_order]
-        return any(sweep is not None and sweep.differentiates_twice for sweep in sweeps)
-
     def tell(self, root: Record, above: list[Record], left: list[nn.Module]) -> None:
         """Tell the user once what goes the generic way."""
         served = {id(r.module) for r in above if self.has_module_extension(r)} if self.with_module_extensions else set()
@@ -248,3 +238,14 @@ class Inspection:
         self.sources.clear()
         self.above, self.left, self.placed, self.required = {}, [], set(), set()
         self.attribution, self.merged, self._outside = Attribution(), None, None
+
+
+def computes_again(extensions: Iterable[Quantity]) -> bool:
+    """Whether calls inside of checkpoints, of which only autograd knows, are computed again to be written down.
+
+    So it is where functions are differentiated twice, as fused kernels cannot be, and for all but sums of columns:
+    functions have no Kronecker factors.
+    """
+    second = [(e, e.sweep()) for e in extensions if e.second_order]
+    twice = [e for e, sweep in second if not e.linear_in_terms or (sweep is not None and sweep.differentiates_twice)]
+    return torch.is_grad_enabled() or bool(twice)

@@ -8,6 +8,7 @@ block-diagonal. Which axes these are is found by probing: with a factor `f` that
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -125,7 +126,8 @@ class StretchResidual(StretchProducts):
     @cached_property
     def couplings(self) -> Couplings:
         """Which entries of targets depend on each other."""
-        return Couplings(lambda mats: self.product(mats)[: len(self.shapes)], self.shapes, self.grad)
+        me = weakref.proxy(self)  # what leads back here would keep the graph until Python's collector comes
+        return Couplings(lambda mats: me.product(mats)[: len(me.shapes)], self.shapes, self.grad)
 
     @cached_property
     def blocks(self) -> Blocks:

@@ -276,6 +276,34 @@ class Functions(nn.Module):
         return self.last((self.first(x) * self.scale).tanh())
 
 
+class FunctionBetween(nn.Module):
+    """A function without parameters between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("extension", [E.BatchGrad, E.DiagGGNExact, E.DiagHessian, E.KFAC, E.HMP, E.PCHMP])
+@pytest.mark.parametrize("kind", [Functions, FunctionBetween])
+def test_a_dropped_model_is_gone_at_once(kind: type[nn.Module], extension: Callable[[], Any]) -> None:
+    """It does not wait for Python's collector, which counts objects and not how much memory they hold."""
+    model, loss_fn = extended(kind().double())
+    backward(model, loss_fn, *data(), extension())
+    gone = [weakref.ref(x) for x in (*model.modules(), *model.parameters())]
+    gc.collect()
+    gc.disable()
+    try:
+        backward(model, loss_fn, *data(), extension())
+        del model
+        assert [ref() for ref in gone if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
 PRODUCTS = (E.HMP, E.GGNMP, E.PCHMP)
 
 
