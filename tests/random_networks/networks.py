@@ -14,6 +14,7 @@ and at the end what the networks were made of, what was refused, and why.
 | `losses.py`, `problem.py` | losses, and how a network is run |
 | `check.py`, `precision.py` | the comparison, and what single precision is compared with |
 | `verified.py` | the same networks through `bpk.verify`, for other quantities |
+| `batches.py`, `beyond.py` | the same with batches, and what is made of several passes: operators, data sets, kernels |
 """
 
 from __future__ import annotations
