@@ -63,7 +63,7 @@ class Inspection:
         self.subsampled = [e for e in self.extensions if e.subsampling is not None]
         self.hooked = HookedTensors()
         self.corrections = ExitStack()
-        self.sources = Sources(partial(computes_again, extensions))  # which does not lead back here
+        self.sources = Sources(partial(computes_again, self.extensions))  # which does not lead back here
         self.above: dict[Record, list[Record]] = {}
         self.attribution = Attribution()
         self.merged: Attribution | None = None
