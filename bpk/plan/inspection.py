@@ -49,8 +49,8 @@ class Inspection:
 
     `above` has the recorded calls behind each loss (or behind the last call, if there is none). `attribution` says
     which sample each row belongs to; where samples mix, `merged` says so for second order: the batch is one sample.
-    Some extension `needs_root`s of loss Hessians, or none does.
     `left` are modules whose calls were left to autograd, `by_functions` the `id`s of parameters that functions use.
+    Some extension `needs_root`s of loss Hessians, or none does.
     """
 
     def __init__(self, settings: Settings, needs_root: bool) -> None:
@@ -228,9 +228,8 @@ class Inspection:
 
     def has_module_extension(self, record: Record) -> bool:
         """Whether a user wrote a module extension for this layer."""
-        if not self.with_module_extensions or record.rule is PASSAGE:
-            return False
-        return any(extension.module_extension(record.module) for extension in self.with_module_extensions)
+        written = self.with_module_extensions if record.rule is not PASSAGE else ()
+        return any(extension.module_extension(record.module) for extension in written)
 
     def clear(self) -> None:
         """Let go of the graph."""
