@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.errors import type_error, value_error
+from bpk.jacobians.core.errors import UnsupportedLayer, type_error, value_error
 from bpk.jacobians.core.numeric import tracked
 from bpk.jacobians.second_order.graph import differentiable_again
+from bpk.jacobians.second_order.once import refused_as
 from bpk.recording.context.state import CTX
 
 Tensors = Tensor | Iterable[Tensor]
@@ -51,6 +52,17 @@ def as_vectors(given: Tensors, like: Sequence[Tensor], what: str, where: str) ->
     return list(map(tracked, vectors))
 
 
+def twice(reason: str) -> UnsupportedLayer:
+    """The refusal of a graph with a function that torch differentiates once only."""
+    return UnsupportedLayer(
+        "A product cannot pass a function of this graph.",
+        f"it differentiates a derivative, and torch has none of that: {reason}",
+        "run the forward pass with functions that have one, attention within `with torch.nn.attention.sdpa_kernel("
+        "torch.nn.attention.SDPBackend.MATH):`, or use bpk.operators.GGN or Hessian, which see to it. "
+        "Change nothing in place that the graph holds.",
+    )
+
+
 def derivatives(
     ys: Sequence[Tensor],
     xs: Sequence[Tensor],
@@ -63,7 +75,7 @@ def derivatives(
     wanted = [k for k, x in enumerate(xs) if x.requires_grad]
     found: dict[int, Tensor | None] = {}
     if live and wanted:
-        with CTX.unseen(), differentiable_again([y for y, _ in live] if create_graph else []):
+        with CTX.unseen(), refused_as(twice), differentiable_again([y for y, _ in live] if create_graph else []):
             grads = torch.autograd.grad(
                 [y for y, _ in live],
                 [xs[k] for k in wanted],

@@ -14,10 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bpk.context import disable
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.function_module import class_standing_for
+from bpk.jacobians.second_order.once import refused_as
 from bpk.jacobians.second_order.stand_ins import TWICE, StandIns
 from bpk.recording.context.state import CTX
 from bpk.rules import REGISTRY
-from bpk.sweeps.stretches.no_second_derivative import refused_as
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.second_order.corrected import NORMALISATIONS
+from bpk.jacobians.second_order.once import refused_as
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source
 from bpk.recording.context.state import CTX
@@ -35,24 +36,6 @@ CONSTANT = {
 ONCE_IN_GRADIENTS = frozenset(name.replace("Backward0", "BackwardBackward0") for name in NORMALISATIONS)
 """What torch calls the gradient of a gradient (where the forward pass asks for one: forces), if its own derivative is
 right, and the next one is not: statistics of normalisations count as constants there."""
-
-ONCE = (
-    "is not implemented",
-    "once_differentiable",
-    "double backward",
-    "cannot reshape tensor of 0 elements",
-    "modified by an inplace operation",
-    "don't support automatic differentiation",
-    "output_padding is not supported",
-)
-"""How autograd says that a function can be differentiated once only."""
-
-
-def only_once(error: RuntimeError) -> str | None:
-    """The words in which autograd says that it can differentiate a function only once (`None`: another error)."""
-    reason = str(error).splitlines()[0]
-    return None if isinstance(error, UnsupportedLayer) or not any(hint in reason for hint in ONCE) else reason
-
 
 REFUSAL = "torch::autograd::Error"
 """The node that `once_differentiable` puts behind a gradient."""
@@ -149,18 +132,6 @@ def not_differentiable(source: Source, reason: str) -> UnsupportedLayer:
         f"{reason}, and create_graph=True asks for its derivative.",
         "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or leave create_graph out.",
     )
-
-
-@contextmanager
-def refused_as(refusal: Callable[[str], UnsupportedLayer]) -> Iterator[None]:
-    """Where autograd can differentiate a function only once: what to say in place of its error, for its reason."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = only_once(error)
-        if reason is None:
-            raise
-        raise refusal(reason) from error
 
 
 def multiplied(where: str) -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector
 
 import bpk
@@ -16,6 +17,7 @@ from bpk.hessianfree.ggnvp import ggn_vector_product, ggn_vector_product_from_pl
 from bpk.hessianfree.hvp import hessian_vector_product
 from bpk.hessianfree.lop import L_op, transposed_jacobian_vector_product
 from bpk.hessianfree.rop import R_op, jacobian_vector_product
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.utils.convert_parameters import vector_to_parameter_list
 from tests.helpers import backward, data, mlp
 
@@ -238,3 +240,24 @@ def test_products_in_inference_mode() -> None:
         found = products()
     assert all(bool(x.any()) for x in found)
     torch.testing.assert_close(found, products())
+
+
+def test_attention_whose_kernel_torch_differentiates_once_is_refused_in_words() -> None:
+    model, x = (
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).double(),
+        torch.randn(2, 3, 4).double(),
+    )
+    vector = [torch.ones_like(p) for p in model.parameters()]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        output = model(x)
+    loss = output.square().mean()
+    for product in (
+        lambda: hessian_vector_product(loss, list(model.parameters()), vector),
+        lambda: ggn_vector_product(loss, output, model, vector),
+    ):
+        with pytest.raises(UnsupportedLayer, match=r"(?s)A product cannot pass.*Do: .*sdpa_kernel"):
+            product()
+    with sdpa_kernel(SDPBackend.MATH):
+        output = model(x)
+    found = ggn_vector_product(output.square().mean(), output, model, vector)
+    assert all(bool(part.isfinite().all()) for part in found)
