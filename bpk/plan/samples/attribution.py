@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import cache, partial
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
@@ -28,6 +29,7 @@ from bpk.plan.samples.given import (
 )
 from bpk.plan.samples.hypotheses import hypotheses, mixed, numberings
 from bpk.plan.samples.picked import picked_rows
+from bpk.plan.samples.sequences import in_order_of_data, possible_numbers, rows_as_packed
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -91,7 +93,7 @@ class Trials:
         laid_out: bool,
         any_shared: bool = False,
     ) -> None:
-        self.root, self.above, self.picked, self.laid_out = root, above, picked, laid_out
+        self.root, self.above, self.sources, self.picked, self.laid_out = root, above, sources, picked, laid_out
         self.calls = with_last_call(root, above)
         self.told = is_told(root, self.calls)
         self.check = partial(check_hypothesis, root, above, sources, laid_out, any_shared=any_shared)
@@ -116,13 +118,18 @@ class Trials:
         of.
         """
         root, calls = self.root, self.calls
-        found = self.as_packed() or self.as_given() or self.as_picked(sure=True, complete=False)
+        found = self.as_packed(in_turns=True) or self.as_given() or self.as_picked(sure=True, complete=False)
+        found = found or self.as_packed(in_turns=False)
         if found:
             return found
         refusal: UnsupportedLayer | NotInFront | None = None
         without: dict[bool, NotInFront] = {}
         silent = not any(record.given or record.knows_batch for record in calls)
+        possible = possible_numbers(calls)
         for n, movable, in_front in hypotheses(root, calls):
+            if possible and n not in possible:
+                refusal = refusal or mixed(f"nothing tells which of the packed sequences those of '{root.path}' are of")
+                continue
             fewer = self.told and n != root.batch_size
             if fewer and (self.laid_out or without):
                 break  # the layout is given up, or tables are left to autograd, first
@@ -161,13 +168,17 @@ class Trials:
         if fewer and len(seen - {-1}) < n:
             raise mixed(f"{fewer[0].where} has {fewer[0].batch_size} of the {most} that the model was given")
 
-    def as_packed(self) -> Found | None:
-        """The sequences of a packed one, where the rows of the root are its rows."""
-        for record in self.calls:
-            if record.owners is not None and len(record.owners) == self.root.batch_size:
-                n = int(record.owners.max()) + 1
-                with suppress(UnsupportedLayer, NotInFront):
-                    return n, self.test(record.owners, n, movable=True)
+    def as_packed(self, in_turns: bool) -> Found | None:
+        """The sequences of a packed one, where the rows of the root are its rows, in its order or in another one."""
+        for n, numbers in rows_as_packed(self.root, self.above, self.calls, self.sources, in_turns):
+            with suppress(UnsupportedLayer, NotInFront):
+                rows = self.test(numbers, n, movable=True)
+                order = in_order_of_data(self.calls, rows, n)
+                if order is not None and torch.equal(order, torch.arange(n, device="cpu")):
+                    return n, rows
+                self.put_back()
+                if order is not None:
+                    return n, self.test(order.to(numbers.device)[numbers], n, movable=True)
         return None
 
     def as_given(self) -> Found | None:

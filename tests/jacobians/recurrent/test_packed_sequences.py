@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
+from tests.helpers import told
 
 READS = ("last", "all", "mean", "rows")
 """What the head is given: the last state, all states (padded), their mean, or the rows of the packed sequence."""
@@ -162,3 +164,65 @@ def test_an_initial_state_and_dropout() -> None:
     for p, diagonal in zip(params, expected, strict=True):
         torch.testing.assert_close(p.diag_h, diagonal)
         torch.testing.assert_close(p.grad_batch.sum(0), p.grad)
+
+
+class Rows(nn.Module):
+    """A head on the rows of a packed sequence, in an order that it returns with them."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Linear(4, 4), nn.GRU(4, 3, batch_first=True), nn.Linear(3, 5)
+        self.order = order
+
+    def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(x)
+        if self.order == "sorted":
+            lengths, order = lengths.sort(descending=True)
+            x, y = x[order], y[order]
+        packed, labels = pack(x, lengths), pack(y, lengths).data
+        out = self.layer(packed)[0]
+        if self.order == "roll":
+            return self.head(out.data.roll(1, 0)), labels.roll(1)
+        if self.order in ("sorted", "twice"):
+            return self.head(torch.cat([out.data] * (1 + (self.order == "twice")))), labels
+        padded = pad_packed_sequence(out, batch_first=True)[0]
+        if self.order == "flip":
+            return self.head(pack(padded.flip(0), lengths.flip(0)).data), pack(y.flip(0), lengths.flip(0)).data
+        mask = torch.arange(padded.shape[1]) < lengths[:, None]
+        return self.head(padded[mask]), y[:, : padded.shape[1]][mask]
+
+
+def pack(x: Tensor, lengths: Tensor) -> PackedSequence:
+    """Sequences, batch axis first, in the order in which they are."""
+    return pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+
+
+@pytest.mark.parametrize("order", ["mask", "roll", "flip", "sorted"])
+def test_rows_in_another_order(order: str) -> None:
+    """The samples are the sequences, in the order in which the model was given them, and not others that agree."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Rows(order).double()), bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
+    for x, lengths, y in batches(words=False):
+        with bpk.backpack(E.BatchGrad(), E.BatchDiagGGNExact()):
+            loss_fn(*model(x, lengths, y)).backward()
+        whole = {name: (p.grad_batch, p.diag_ggn_exact_batch) for name, p in model.named_parameters()}
+        for n in range(len(x)):
+            one, length = slice(n, n + 1), int(lengths[n])
+            with bpk.backpack(E.DiagGGNExact()):
+                model.zero_grad()
+                loss_fn(*model(x[one, :length], lengths[one], y[one, :length])).backward()
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(whole[name][0][n], p.grad)
+                torch.testing.assert_close(whole[name][1][n], p.diag_ggn_exact)
+
+
+@pytest.mark.parametrize("lengths", [[4, 1, 3], [2, 1, 1, 3]])
+def test_rows_of_no_known_sequence_are_refused(lengths: list[int]) -> None:
+    """Neither are steps samples, nor several sequences one, though that would agree with the graph."""
+    model = bpk.extend(Rows("twice").double())
+    x, y = torch.randn(len(lengths), 4, 4, dtype=torch.float64), torch.randint(5, (len(lengths), 4))
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    for extension in (E.BatchGrad(), E.BatchDiagGGNExact()):
+        with told(UnsupportedLayer, "packed sequences"), bpk.backpack(extension):
+            out, labels = model(x, torch.tensor(lengths), y)
+            loss_fn(out, labels.repeat(2)).backward()
