@@ -169,8 +169,12 @@ def written(
     known = not any(isinstance(value, Tensor) for value in values)
     module = (known_loss if known else loss_with)(layer, function, names, values)  # type: ignore[arg-type]
     places = tuple([edges[k] if k < len(edges) else (None, 0) for k in range(len(inputs))])
+    value = engine.like_output(node)
+    if any(above is not None for above, _ in places[1:]):  # of several predictions together, the value is looked at
+        with torch.no_grad():
+            value = module.forward(*inputs)
     binding = Binding(module, inputs)
-    return Record(module, REGISTRY.find(module), binding, inputs, places, {0: engine.like_output(node)}, {0: 0})
+    return Record(module, REGISTRY.find(module), binding, inputs, places, {0: value}, {0: 0})
 
 
 def loss_with(layer: type[nn.Module], function: str, names: tuple[str, ...], values: tuple[Any, ...]) -> nn.Module:

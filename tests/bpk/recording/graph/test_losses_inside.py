@@ -136,6 +136,27 @@ def test_weighted_sums() -> None:
     assert_like(Inside(inside).to(D), outside, torch.randn(4, 4, dtype=D), CLASSES % 2)
 
 
+def test_two_predictions() -> None:
+    """Both sides of a loss may depend on parameters."""
+    mse, bce = bpk.extend(nn.MSELoss()), bpk.extend(nn.BCEWithLogitsLoss())
+
+    def inside(x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(x[:, :1], x[:, 1:2]) + F.mse_loss(y, x)
+
+    def outside(x: Tensor, y: Tensor) -> Tensor:
+        return mse(x[:, :1], x[:, 1:2]) + mse(y, x)
+
+    assert_like(Inside(inside).to(D), outside, torch.randn(4, 4, dtype=D), NUMBERS)
+    assert_like(
+        Inside(lambda x, y: F.binary_cross_entropy_with_logits(x, x.flip(1).sigmoid())).to(D),
+        lambda x, y: bce(x, x.flip(1).sigmoid()),
+        torch.randn(4, 4, dtype=D),
+        NUMBERS,
+        E.DiagHessian,
+        E.BatchDiagHessian,
+    )
+
+
 class Two(Inside):
     """Returns two losses, and nothing else."""
 
