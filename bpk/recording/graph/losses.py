@@ -22,7 +22,7 @@ from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
 from bpk.recording.graph.identity import name_of
-from bpk.recording.graph.nodes import Edge, signed
+from bpk.recording.graph.nodes import Edge, is_linear, signed
 from bpk.recording.graph.ownership import give, owner_of, visit
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.graph.unseen import standing_for
@@ -83,17 +83,18 @@ def is_awaited(node: Node) -> bool:
 def write_losses(node: Node) -> list[Record]:
     """Write down the losses that a number is made of, which a model has returned, as if layers had made them.
 
-    Numbers are followed, so that weighted sums of losses are found. If it is made of anything else (a penalty, a loss
-    that is not known), nothing is written down.
+    Numbers are followed, also where they are stacked, so that weighted sums of losses are found. If it is made of
+    anything else (a penalty, a loss that is not known), nothing is written down.
     """
     found: dict[Node, Record] = {}
     waiting, seen = [node], {node}
     while waiting:
         here = waiting.pop()
-        if owner_of(here) is not None:
-            continue
-        if engine.output_shapes(here) != (torch.Size(),):
+        known, (shape, *more) = owner_of(here), engine.output_shapes(here)
+        if more or (shape and (known is not None or len(shape) > 1 or not is_linear(here))):
             return []
+        if known is not None:
+            continue
         loss = read_loss(here)
         above = [one for one, _ in map(beyond, here.next_functions) if one is not None]
         if loss is not None:

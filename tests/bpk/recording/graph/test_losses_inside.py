@@ -136,6 +136,19 @@ def test_weighted_sums() -> None:
     assert_like(Inside(inside).to(D), outside, torch.randn(4, 4, dtype=D), CLASSES % 2)
 
 
+@pytest.mark.parametrize("add", [lambda x: x.mean(), lambda x: (x * x.new_tensor([1.0, 0.3])).sum()])
+def test_stacked_losses(add: Callable[[Tensor], Tensor]) -> None:
+    one, two = bpk.extend(nn.CrossEntropyLoss()), bpk.extend(nn.MSELoss())
+
+    def inside(x: Tensor, y: Tensor) -> Tensor:
+        return add(torch.stack([F.cross_entropy(x, y), F.mse_loss(x, NUMBERS)]))
+
+    def outside(x: Tensor, y: Tensor) -> Tensor:
+        return add(torch.stack([one(x, y), two(x, NUMBERS)]))
+
+    assert_like(Inside(inside).to(D), outside, torch.randn(4, 4, dtype=D), CLASSES)
+
+
 def test_two_predictions() -> None:
     """Both sides of a loss may depend on parameters."""
     mse, bce = bpk.extend(nn.MSELoss()), bpk.extend(nn.BCEWithLogitsLoss())
@@ -230,6 +243,8 @@ REFUSED: dict[str, Callable[[Inside, Tensor, Tensor], Tensor]] = {
     "root": lambda out, loss, w: loss.sqrt(),
     "activations": lambda out, loss, w: loss + out.square().mean(),
     "parameters": lambda out, loss, w: loss + w.square().sum(),
+    "means": lambda out, loss, w: loss + out.mean(0).sum(),
+    "squares": lambda out, loss, w: torch.stack([loss, 2 * loss]).square().sum(),
 }
 
 
