@@ -24,14 +24,27 @@ def rows_as_packed(
     another order (padded, and picked by a mask).
     """
     for record in calls:
-        if record.owners is None or (n := number_of(record.owners)) == root.batch_size:
-            continue
-        if in_turns and len(record.owners) == root.batch_size:
-            yield n, record.owners
-        elif not in_turns and record is not root:
-            found = owners_at_root(root, above, sources, record, record.owners)
-            if found is not None:
-                yield n, found
+        for n, owners in owners_of(record):
+            if n == root.batch_size:
+                continue
+            if in_turns and len(owners) == root.batch_size:
+                yield n, owners
+            elif not in_turns and record is not root:
+                found = owners_at_root(root, above, sources, record, owners)
+                if found is not None:
+                    yield n, found
+
+
+def owners_of(record: Record) -> list[tuple[int, Tensor]]:
+    """How many samples there may be, and whose the rows of a call are that has returned packed sequences.
+
+    Each sequence is one, unless the first two axes of what the model was given have become one: parts of samples.
+    """
+    if record.owners is None:
+        return []
+    sequences, given = number_of(record.owners), [*record.given[0][:2]] if record.given else []
+    merged = len(given) == 2 and given[0] * given[1] == sequences and given[0] != sequences
+    return [(given[0], record.owners // given[1])] * merged + [(sequences, record.owners)]
 
 
 def number_of(owners: Tensor) -> int:
@@ -74,10 +87,8 @@ def in_order_of_data(calls: Sequence[Record], rows: Mapping[Record, Tensor], n: 
             found = order if found is None else found.cpu()
             if torch.equal(found.sort().values, order):
                 return found.argsort()
-    for record in calls:
-        if record.owners is None or number_of(record.owners) != n:
-            continue
-        owners, found = record.owners.cpu(), rows[record].cpu() if record in rows else torch.arange(n, device="cpu")
+    for record, owners in [(one, owners.cpu()) for one in calls for k, owners in owners_of(one) if k == n]:
+        found = rows[record].cpu() if record in rows else torch.arange(n, device="cpu")
         there = found >= 0
         order = torch.full((n,), -1, device="cpu").index_put((found[there],), owners[there])
         if len(found) == len(owners) and torch.equal(order[found[there]], owners[there]):

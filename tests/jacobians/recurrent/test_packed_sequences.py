@@ -216,6 +216,27 @@ def test_rows_in_another_order(order: str) -> None:
                 torch.testing.assert_close(whole[name][1][n], p.diag_ggn_exact)
 
 
+def test_sequences_that_are_parts_of_samples() -> None:
+    """Sentences of documents: the first two axes are one in front of the layer."""
+
+    class Documents(Rows):
+        def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            out = self.layer(pack(x.flatten(0, 1), lengths.flatten()))[0]
+            return self.head(out.data), pack(y.flatten(0, 1), lengths.flatten()).data
+
+    model, loss_fn = bpk.extend(Documents("").double()), bpk.extend(nn.CrossEntropyLoss(reduction="sum"))
+    lengths = torch.tensor([[4, 1, 3], [2, 4, 2]])
+    x, y = torch.randn(2, 3, 4, 4, dtype=torch.float64), torch.randint(5, (2, 3, 4))
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(*model(x, lengths, y)).backward()
+    params = [*model.layer.parameters(), *model.head.parameters()]
+    for n in range(2):
+        one = slice(n, n + 1)
+        grads = torch.autograd.grad(loss_fn(*model(x[one], lengths[one], y[one])), params)
+        for p, grad in zip(params, grads, strict=True):
+            torch.testing.assert_close(p.grad_batch[n], grad)
+
+
 @pytest.mark.parametrize("lengths", [[4, 1, 3], [2, 1, 1, 3]])
 def test_rows_of_no_known_sequence_are_refused(lengths: list[int]) -> None:
     """Neither are steps samples, nor several sequences one, though that would agree with the graph."""
