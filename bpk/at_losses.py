@@ -151,8 +151,9 @@ def nothing_arrived(record: Record) -> str:
         "call loss_fn = bpk.extend(loss_fn), and use only extended losses behind this layer. A loss is a module "
         "without parameters that are trained (freeze a teacher before it is extended). It is given tensors (as they "
         "are, or in tuples, dictionaries, dataclasses) and returns one number: let the model hold parameters, and "
-        "return the loss of each sample, say. A forward pass that takes gradients itself (torch.autograd.grad) belongs "
-        "before backpack(...), with loss.backward() alone inside.",
+        "return the loss of each sample, say. What a model returns is a loss if it is a weighted sum of known ones "
+        "(F.cross_entropy, F.mse_loss, ...: docs/caveats.md), and nothing else. A forward pass that takes gradients "
+        "itself (torch.autograd.grad) belongs before backpack(...), with loss.backward() alone inside.",
     )
 
 
