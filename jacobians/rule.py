@@ -213,9 +213,8 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
     ) -> Tensor:
         """`sum_v w_vn (J_n^T m_vn)^2`, of `[V, N, *out]` and `[V, N]`: `[*p]`, or `[N, *p]` where `per_sample`."""
-        single = len(mat) == 1 and weights is None
-        rows = self.individual(call, mat[0], param)[None] if single else self.jac_t_mat_prod(call, mat, param, False)
-        rows = rows.square() if weights is None else rows.square() * like_columns(weights, rows)
+        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False).square()
+        rows = rows if weights is None else rows * like_columns(weights, rows)
         return rows.sum(0) if per_sample else rows.sum((0, 1))
 
     def squared_sum_of_blocks(

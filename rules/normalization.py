@@ -52,6 +52,14 @@ class PerFeature(Normalization):
         entries = column * self.unit(call) if is_weight else column
         return entries.sum(axes) if axes else entries if is_weight else entries.clone()
 
+    def squared_sum(
+        self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
+    ) -> Tensor:
+        if len(mat) > 1 or weights is not None:
+            return super().squared_sum(call, mat, param, weights, per_sample)
+        rows = self.individual(call, mat[0], param).square()
+        return rows if per_sample else rows.sum(0)
+
     def _groups(self, call: Call) -> int:
         return call.output.shape[1 : 1 + len(self.shared_axes(call))].numel()
 

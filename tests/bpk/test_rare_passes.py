@@ -60,7 +60,7 @@ class Hook:
     ids=["an object", "a method"],
 )
 def test_a_hook_for_all_modules_is_named(hook: Callable[..., Any], name: str) -> None:
-    model, loss_fn = extended(nn.Linear(4, 3).double())
+    model, loss_fn = extended(nn.Linear(4, 3).double(), nn.CrossEntropyLoss(label_smoothing=0.1))
     handle = nn.modules.module.register_module_forward_hook(hook)
     try:
         with pytest.raises(RuntimeError, match=name), bpk.backpack(E.DiagGGNExact()):
