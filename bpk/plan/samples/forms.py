@@ -108,6 +108,7 @@ def form_of_call(
         axes_looked_at(record, shapes),
         shapes,
         tuple(record.binding.axes),
+        record.owners is None or tuple(record.owners.tolist()),
         fed(numbers, sources, functions),
     )
 

@@ -247,3 +247,32 @@ def test_rows_of_no_known_sequence_are_refused(lengths: list[int]) -> None:
         with told(UnsupportedLayer, "packed sequences"), bpk.backpack(extension):
             out, labels = model(x, torch.tensor(lengths), y)
             loss_fn(out, labels.repeat(2)).backward()
+
+
+def test_batches_of_one_shape_in_other_orders() -> None:
+    """What was found of one batch is nothing to believe of another, whose longest sequence is not the same."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.GRU(4, 3), nn.Linear(3, 2)
+
+        def forward(self, x: PackedSequence) -> Tensor:
+            out: Tensor = self.head(self.layer(x)[0].data)
+            return out
+
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Rows().double()), bpk.extend(nn.MSELoss(reduction="sum"))
+    for lengths in torch.tensor([[3, 2, 1], [1, 2, 3], [2, 3, 1]]):
+        x, y = torch.randn(3, 3, 4, dtype=torch.float64), torch.randn(3, 3, 2, dtype=torch.float64)
+
+        def loss(some: slice, x: Tensor = x, y: Tensor = y, lengths: Tensor = lengths) -> Tensor:
+            packed = [pack_padded_sequence(a[some], lengths[some], True, enforce_sorted=False) for a in (x, y)]
+            found: Tensor = loss_fn(model(packed[0]), packed[1].data)
+            return found
+
+        with bpk.backpack(E.BatchGrad()):
+            loss(slice(None)).backward()
+        with bpk.disable():
+            rows = [torch.autograd.grad(loss(slice(n, n + 1)), model.head.weight)[0] for n in range(3)]
+        torch.testing.assert_close(model.head.weight.grad_batch, torch.stack(rows))
