@@ -55,7 +55,7 @@ class PerFeature(Normalization):
     def squared_sum(
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
     ) -> Tensor:
-        if len(mat) > 1 or weights is not None:
+        if len(mat) != 1 or weights is not None:
             return super().squared_sum(call, mat, param, weights, per_sample)
         rows = self.individual(call, mat[0], param).square()
         return rows if per_sample else rows.sum(0)

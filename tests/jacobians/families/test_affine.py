@@ -276,11 +276,11 @@ def test_misfit_names_pattern_shapes_and_lengths() -> None:
 @pytest.mark.parametrize("param", ["weight", "bias"])
 @torch.no_grad()
 def test_no_columns_have_no_squares(param: str, per_sample: bool) -> None:
-    layer = nn.Linear(3, 2)
-    rule, call = REGISTRY.find(layer), Call.of(layer, torch.randn(4, 3), params=("weight", "bias"))
-    assert rule is not None
-    found = rule.squared_sum(call, torch.zeros(0, 4, 2), param, per_sample=per_sample)
-    assert torch.equal(found, torch.zeros(*[4] * per_sample, *call.shape_of(param)))
+    for layer in (nn.Linear(3, 2), nn.LayerNorm(3)):
+        rule, call = REGISTRY.find(layer), Call.of(layer, torch.randn(4, 3), params=("weight", "bias"))
+        assert rule is not None
+        found = rule.squared_sum(call, torch.zeros(0, *call.output.shape), param, per_sample=per_sample)
+        assert torch.equal(found, torch.zeros(*[4] * per_sample, *call.shape_of(param)))
 
 
 @torch.no_grad()
