@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 AT_ONCE = 1 << 18
 """How many numbers are compared at a time: the first rows that fail save the others."""
 
+DIGITS = 3
+"""How many binary digits of numbers are sent at a time: the predictions that rows were picked from may be large."""
+
 
 def digits(numbers: Tensor, n: int) -> Tensor:
     """`[1 + K, R]`: ones, and the binary digits of numbers below `n`."""
     places = [(numbers >> k) & 1 for k in range(max(1, (n - 1).bit_length()))]
     return torch.stack([torch.ones_like(numbers), *places])
+
+
+def numbered(rows: int, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """The numbers of so many rows, a few binary digits at a time: at which place these are, and the gradients."""
+    every = torch.arange(rows, device=device)
+    for place in range(0, max(1, (rows - 1).bit_length()), DIGITS):
+        yield place, digits((every >> place) & ((1 << DIGITS) - 1), 1 << DIGITS)
+
+
+def with_digits(numbers: Tensor | None, part: Tensor, place: int) -> Tensor:
+    """Numbers (-1: none) with a few more of their digits, which were decoded from what `numbered` has sent."""
+    known = 0 if numbers is None else numbers
+    return torch.where(part < 0, part, known + (part << place))
+
+
+def owners_of(numbers: Tensor, owners: Tensor, count: int) -> Tensor | None:
+    """The owner of each of so many rows, whose numbers are at entries (-1: none) that have an owner each.
+
+    `None`: a row is nowhere, or has several.
+    """
+    there = numbers >= 0
+    found = owners.new_full((count,), -1).index_put((numbers[there],), owners[there])
+    return found if bool((found >= 0).all()) and torch.equal(found[numbers[there]], owners[there]) else None
 
 
 def is_reached(mat: Tensor) -> Tensor:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.plan.samples.decoding import decode, digits
+from bpk.plan.samples.decoding import DIGITS, decode, numbered, owners_of, with_digits
 from bpk.plan.samples.hypotheses import reads_tables
 from bpk.plan.samples.probing import send_back, tolerance_of
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
-
-DIGITS = 3
-"""How many binary digits of numbers are sent at a time: the predictions that rows were picked from may be large."""
 
 
 def picked_rows(root: Record, above: list[Record], sources: Sources, sure: bool) -> list[tuple[int, Tensor]]:
@@ -25,7 +22,7 @@ def picked_rows(root: Record, above: list[Record], sources: Sources, sure: bool)
     tolerance = tolerance_of(root, above)
     given = {shapes[0][:1] for shapes in {record.given for record in above} if shapes}
     n, count = next(iter(given), (0,))[0] if len(given) == 1 else 0, root.batch_size
-    if n < 2:
+    if n < 2 or count == 1:
         return []
 
     def axes_of(record: Record, mat: Tensor) -> list[int]:
@@ -36,10 +33,9 @@ def picked_rows(root: Record, above: list[Record], sources: Sources, sure: bool)
             return []
         return [a for a in found if n != count or decode(mat.movedim(1 + a, 1), 1 << DIGITS, tolerance) is None]
 
-    every, total = torch.arange(count, device=root.inputs[0].device), None
+    total: Tensor | None = None
     axes, shape = list[int](), torch.Size()
-    for place in range(0, (count - 1).bit_length(), DIGITS):
-        weights = digits((every >> place) & ((1 << DIGITS) - 1), 1 << DIGITS)
+    for place, weights in numbered(count, root.inputs[0].device):
         for record, mat in send_back(root, above, sources, weights):
             if axes := axes_of(record, mat):
                 break
@@ -50,21 +46,12 @@ def picked_rows(root: Record, above: list[Record], sources: Sources, sure: bool)
         part = decode(mat.flatten(1)[..., None], 1 << DIGITS, tolerance, in_order=False)
         if part is None:
             return []
-        shape, shifted = mat.shape[1:], torch.where(part < 0, part, part << place)
-        total = shifted if total is None else torch.where(part < 0, part, total + shifted)
+        shape, total = mat.shape[1:], with_digits(total, part, place)
     found = []
     for axis in axes if total is not None else ():
         assert total is not None
-        owners = owners_of(total.view(shape).movedim(axis, 0)[..., None].flatten(1), count)
+        numbers = total.view(shape).movedim(axis, 0)[..., None].flatten(1)
+        owners = owners_of(numbers, torch.arange(n, device=numbers.device)[:, None].expand_as(numbers), count)
         if owners is not None and not (sure and len(owners.unique()) == count):
             found.append((n, owners))
     return found
-
-
-def owners_of(numbers: Tensor, count: int) -> Tensor | None:
-    """From the numbers `[N, E]` at entries (-1: none): in which of the `N` rows each number is, if in one only."""
-    rows = torch.arange(len(numbers), device=numbers.device)[:, None].expand_as(numbers)
-    there = numbers >= 0
-    owners = numbers.new_full((count,), -1).index_put((numbers[there],), rows[there])
-    alone = bool((owners >= 0).all()) and torch.equal(owners[numbers[there]], rows[there])
-    return owners if alone else None

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from bpk.plan.samples.decoding import decode, digits
+from bpk.plan.samples.decoding import DIGITS, decode, numbered, owners_of, with_digits
 from bpk.plan.samples.given import is_of_data
-from bpk.plan.samples.picked import DIGITS
 from bpk.plan.samples.probing import send_back, tolerance_of
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
@@ -24,7 +23,7 @@ def rows_as_packed(
     another order (padded, and picked by a mask).
     """
     for record in calls:
-        for n, owners in owners_of(record):
+        for n, owners in owners_in(record):
             if n == root.batch_size:
                 continue
             if in_turns and len(owners) == root.batch_size:
@@ -35,7 +34,7 @@ def rows_as_packed(
                     yield n, found
 
 
-def owners_of(record: Record) -> list[tuple[int, Tensor]]:
+def owners_in(record: Record) -> list[tuple[int, Tensor]]:
     """How many samples there may be, and whose the rows of a call are that has returned packed sequences.
 
     Each sequence is one, unless the first two axes of what the model was given have become one: parts of samples.
@@ -59,19 +58,15 @@ def owners_at_root(
 
     `None`: it feeds several of them, or a row of the root is fed by none, or by those of several sequences.
     """
-    count, tolerance = root.batch_size, tolerance_of(root, above)
-    every = torch.arange(count, device=root.inputs[0].device)
-    numbers = torch.zeros_like(owners)
-    for place in range(0, max(1, (count - 1).bit_length()), DIGITS):
-        weights = digits((every >> place) & ((1 << DIGITS) - 1), 1 << DIGITS)
+    tolerance = tolerance_of(root, above)
+    numbers: Tensor | None = None
+    for place, weights in numbered(root.batch_size, root.inputs[0].device):
         mat = next((mat for call, mat in send_back(root, above, sources, weights) if call is record), None)
         part = None if mat is None else decode(mat, 1 << DIGITS, tolerance, in_order=False)
         if part is None or part.shape != owners.shape:
             return None
-        numbers = torch.where((part < 0) | (numbers < 0), -1, numbers + (part << place))
-    there = numbers >= 0
-    found = owners.new_full((count,), -1).index_put((numbers[there],), owners[there])
-    return found if bool((found >= 0).all()) and torch.equal(found[numbers[there]], owners[there]) else None
+        numbers = with_digits(numbers, part, place)
+    return None if numbers is None else owners_of(numbers, owners, root.batch_size)
 
 
 def in_order_of_data(calls: Sequence[Record], rows: Mapping[Record, Tensor], n: int) -> Tensor | None:
@@ -87,7 +82,7 @@ def in_order_of_data(calls: Sequence[Record], rows: Mapping[Record, Tensor], n: 
             found = order if found is None else found.cpu()
             if torch.equal(found.sort().values, order):
                 return found.argsort()
-    for record, owners in [(one, owners.cpu()) for one in calls for k, owners in owners_of(one) if k == n]:
+    for record, owners in [(one, owners.cpu()) for one in calls for k, owners in owners_in(one) if k == n]:
         found = rows[record].cpu() if record in rows else torch.arange(n, device="cpu")
         there = found >= 0
         order = torch.full((n,), -1, device="cpu").index_put((found[there],), owners[there])
