@@ -180,12 +180,13 @@ def forget_inputs(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
     The nodes of its results keep the shapes, for calls that are written down from the graph.
     """
     if CTX.called is module:
-        results = [x for x in tensors_in(output) if x.grad_fn is not None]
-        for x in results:
-            if CTX.given.data is not None and x.grad_fn is not None:
+        for x in tensors_in(output):
+            node = x.grad_fn
+            if node is not None and CTX.given.data is not None:
                 CTX.given.data.keep()
-                engine.belongings(x.grad_fn)[GIVEN] = CTX.given
-        watch(results)
+                engine.belongings(node)[GIVEN] = CTX.given
+            if node is not None and not x.dim():
+                watch(node)
         CTX.called, CTX.given = None, NOTHING_GIVEN
         if CTX.watch is not None:
             CTX.watch.end()

@@ -45,7 +45,7 @@ class Record(Connected):
     the first one, or a part of it, `reads_piece` that it reads a part, such as a step of time. `data_axis` is the axis
     of its first input along which that of data runs which is in front there (`None`: not known, or shapes tell).
     `contexts` are those that the thread of the forward pass is in.
-    `owners` are the samples `[R]` of its rows, where a packed sequence has said so.
+    `owners` are the sequences `[R]` of its rows, where a packed sequence tells (`packed.py`).
     `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
     state of the generators before the call. `stored` is the output as it was stored on the module. `open`: a backward
     pass is awaited. `released`: the tensors are gone. `left` are the layers behind a loss whose calls a pass has left

@@ -67,8 +67,7 @@ class Opened:
     with `backwards`: the passes under way, by that number; a pass takes itself off when it has ended. `recorded` says
     whether a call was written down, `reached` whether a pass has come to an extended module, and `elsewhere` whether a
     pass in another thread has come to a call of this thread. A context `asks_for_layers` if there is something to do at
-    each, beside what rules say. `called` is the model whose forward pass
-    has opened the context, if any.
+    each, beside what rules say. `called` is the model whose forward pass has opened the context, if any.
     """
 
     def __init__(self, context: Settings, begin: Callable[[int, dict[int, Pass]], Pass]) -> None:

@@ -22,6 +22,7 @@ from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
 from bpk.recording.graph.identity import name_of
+from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import Edge, is_linear, signed
 from bpk.recording.graph.ownership import give, owner_of, visit
 from bpk.recording.graph.side_effects import beyond
@@ -53,12 +54,11 @@ OF_ENTRIES: dict[str, tuple[type[nn.Module], str, tuple[str, ...]]] = {
 """By function of a prediction and a target of its shape: the layer, what users write, and what its node keeps."""
 
 
-def watch(results: Sequence[Tensor]) -> None:
-    """A model has returned these: numbers among them may be its losses."""
-    for x in results:
-        if not x.dim() and x.grad_fn is not None and WATCHED not in engine.belongings(x.grad_fn):
-            engine.belongings(x.grad_fn)[WATCHED] = engine.current_task()
-            x.grad_fn.register_prehook(arrive)
+def watch(node: Node) -> None:
+    """A model has returned a number, which may be its loss: look at it when a backward pass comes there."""
+    if WATCHED not in engine.belongings(node):
+        engine.belongings(node)[WATCHED] = engine.current_task()
+        node.register_prehook(arrive)
 
 
 def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
@@ -125,7 +125,7 @@ def read_classes(node: Node) -> Record | None:
 
     What functions return that is no log-softmax of the classes counts as logarithms of probabilities.
     """
-    x, target, weight, index, reduction = kept_under(node, "self", "target", "weight", "ignore_index", "reduction")
+    x, target, weight, index, reduction = kept_by(node, "self", "target", "weight", "ignore_index", "reduction")
     options = {"weight": weight, "ignore_index": signed(index), "reduction": REDUCTIONS[reduction]}
     above = beyond(node.next_functions[0])[0]
     if above is not None and name_of(type(above)) == "View":
@@ -145,14 +145,9 @@ def read_classes(node: Node) -> Record | None:
 def read_entries(node: Node) -> Record | None:
     """The record of a loss of entries."""
     layer, function, names = OF_ENTRIES[name_of(type(node))]
-    x, target, reduction, *others = kept_under(node, "self", "target", "reduction", *names)
+    x, target, reduction, *others = kept_by(node, "self", "target", "reduction", *names)
     options = {"reduction": REDUCTIONS[reduction], **dict(zip(names, others, strict=True))}
     return written(layer, function, options, (x, target), node.next_functions, node)
-
-
-def kept_under(node: Node, *names: str) -> list[Any]:
-    """What a node keeps under these names."""
-    return [engine.saved(node, name) for name in names]
 
 
 def written(
@@ -166,9 +161,8 @@ def written(
     """The record of a loss of a prediction and a target; `None` if its terms are not put together."""
     if options["reduction"] == "none":
         return None
-    names, values = tuple(options), tuple(options.values())
-    known = not any(isinstance(value, Tensor) for value in values)
-    module = (known_loss if known else loss_with)(layer, function, names, values)  # type: ignore[arg-type]
+    known = not any(isinstance(value, Tensor) for value in options.values())
+    module = (known_loss if known else standing_for)(layer, function, **options)  # type: ignore[arg-type]
     places = tuple([edges[k] if k < len(edges) else (None, 0) for k in range(len(inputs))])
     value = engine.like_output(node)
     if any(above is not None for above, _ in places[1:]):  # of several predictions together, the value is looked at
@@ -178,10 +172,5 @@ def written(
     return Record(module, REGISTRY.find(module), binding, inputs, places, {0: value}, {0: 0})
 
 
-def loss_with(layer: type[nn.Module], function: str, names: tuple[str, ...], values: tuple[Any, ...]) -> nn.Module:
-    """What stands for a loss with these options."""
-    return standing_for(layer, function, **dict(zip(names, values, strict=True)))
-
-
-known_loss = lru_cache(maxsize=256)(loss_with)
+known_loss = lru_cache(maxsize=256)(standing_for)
 """The same module for the same options, none of which is a tensor: forms of graphs are known by their modules."""
