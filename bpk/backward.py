@@ -59,13 +59,9 @@ class Backward:
         self.parameters = Parameters(self.extensions, self.sweeps.listens, context.adds_up, self.noted, self.loss_scale)
         self.hooks = Hooks(context.extension_hook, self.parameters.is_waiting)
         self.parameters.when_done = None if self.hooks.hook is None else self.hooks.run
-        module_extensions = [
-            (key, ModuleExtensions(extension, self.parameters)) for key, extension in self.sweeps.with_module_extensions
-        ]
-        self.at_losses = AtLosses(
-            context, self.sweeps, self.inspection, self.parameters, dict(module_extensions), self.hooks
-        )
-        self.observing = Observing(self.sweeps, self.inspection, self.parameters, module_extensions)
+        users = [(key, ModuleExtensions(one, self.parameters)) for key, one in self.sweeps.with_module_extensions]
+        self.at_losses = AtLosses(context, self.sweeps, self.inspection, self.parameters, dict(users), self.hooks)
+        self.observing = Observing(self.sweeps, self.inspection, self.parameters, users)
         self.kept: list[Record] = []
         self.foreseen: dict[Record, Mapping[str, Tensor]] = {}  # see `look_ahead`
         self.quiet: dict[torch.device, Quietly] = {}
