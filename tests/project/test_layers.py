@@ -13,6 +13,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"bpk": ROOT / "bpk", "bpk.jacobians": ROOT / "jacobians", "bpk.rules": ROOT / "rules"}
 """Packages whose modules import each other in one direction, and where their files are."""
 
+LONGEST = 250
+"""How many lines a file may have: more are two topics."""
+
 
 def modules_of(name: str, folder: Path) -> dict[str, Path]:
     """The files of a package by the names of their modules."""
@@ -50,6 +53,12 @@ def circle(packages: dict[str, Path]) -> list[str]:
 
 def test_there_is_no_circle() -> None:
     assert circle(PACKAGES) == []
+
+
+def test_no_file_is_long() -> None:
+    files = [file for package, folder in PACKAGES.items() for file in modules_of(package, folder).values()]
+    assert len(files) > 300
+    assert [str(file) for file in files if len(file.read_text().splitlines()) > LONGEST] == []
 
 
 @pytest.mark.parametrize(
