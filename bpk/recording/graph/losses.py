@@ -3,7 +3,8 @@ that its forward pass makes.
 
 Language models return their loss beside the logits. Second order starts at a loss, so a backward pass that needs it
 writes down the losses among the functions before a number that a model has returned, when it comes to that number: the
-nodes behind it still keep what they have saved. First order of a batch does not need to know.
+nodes behind it still keep what they have saved. First order of a batch needs to know where functions use a parameter
+between the last layer and the loss (`x @ embedding.weight.T`): which rows are which samples' is told by the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bpk.recording.context.state import CTX
 from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
 from bpk.recording.graph.identity import name_of
 from bpk.recording.graph.kept import kept_by
-from bpk.recording.graph.nodes import Edge, is_linear, signed
+from bpk.recording.graph.nodes import Edge, is_linear, leaf_of, signed
 from bpk.recording.graph.ownership import give, owner_of, visit
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.graph.unseen import standing_for
@@ -66,11 +67,10 @@ def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None
     opened = CTX.stack[-1] if CTX.stack and not CTX.quiet else None
     node, task = engine.current_node(), engine.current_task()
     engine.belongings(node)[WATCHED] = task
-    if opened is None or not opened.context.needs_losses or owner_of(node) is not None:
+    if opened is None or owner_of(node) is not None or task in opened.backwards or not opened.is_for(CTX.called):
         return None
-    if task in opened.backwards or not opened.is_for(CTX.called):
-        return None
-    write_losses(node)
+    if opened.context.needs_losses or trains_itself(node):
+        write_losses(node)
     found = owner_of(node)
     return None if found is None else visit(found, grads)
 
@@ -78,6 +78,20 @@ def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None
 def is_awaited(node: Node) -> bool:
     """Whether the backward pass under way may yet come to such a number. Nodes behind it have kept what they saved."""
     return engine.belongings(node).get(WATCHED) not in (None, engine.current_task())
+
+
+def trains_itself(node: Node) -> bool:
+    """Whether functions use a leaf that gets a gradient between such a number and the calls that were recorded."""
+    waiting, seen = [node], {node}
+    while waiting:
+        for above, _ in map(beyond, waiting.pop().next_functions):
+            if above is None or above in seen or owner_of(above) is not None:
+                continue
+            if leaf_of(above) is not None:
+                return True
+            seen.add(above)
+            waiting.append(above)
+    return False
 
 
 def write_losses(node: Node) -> list[Record]:

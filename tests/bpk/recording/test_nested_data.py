@@ -111,23 +111,28 @@ def test_parameters_of_a_layer_that_returns_an_object(make: Callable[..., Any]) 
 class WithLoss(nn.Module):
     """Computes its loss itself, as models of transformers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, smoothing: float) -> None:
         super().__init__()
-        self.layer, self.slope = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+        self.layer, self.slope, self.smoothing = nn.Linear(4, 3), nn.Parameter(torch.ones(3)), smoothing
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         logits = self.layer(x) * self.slope
-        return {"loss": functional.cross_entropy(logits, y), "logits": logits}
+        return {"loss": functional.cross_entropy(logits, y, label_smoothing=self.smoothing), "logits": logits}
 
 
 def test_a_loss_that_is_a_function_inside_of_the_model() -> None:
-    model, (x, y) = bpk.extend(WithLoss().double()), problem()
+    """Parameters that functions use in front of it have fields where it is known what the loss is."""
+    model, (x, y) = bpk.extend(WithLoss(0.1).double()), problem()
     with bpk.backpack(E.BatchGrad()), pytest.warns(UserWarning, match=r"'slope'(?s:.*)loss inside of the model"):
         model(x, y)["loss"].backward()
-    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    model, loss_fn = bpk.extend(WithLoss(0).double()), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad()):
+        model(x, y)["loss"].backward()
+    inside = model.slope.grad_batch
     with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
         loss_fn(model(x, y)["logits"], y).backward()
     assert model.slope.grad_batch.shape == (5, 3)
+    torch.testing.assert_close(inside, model.slope.grad_batch)
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
