@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import isclose
 from typing import Any
 
 import torch
@@ -128,13 +129,56 @@ def write_losses(node: Node) -> list[Record]:
 def read_loss(node: Node) -> Record | None:
     """The record of a loss, from its node; `None` of other functions, and of what a checkpoint would compute again."""
     name = name_of(type(node))
+    if name == "Add":
+        return read_smoothed(node)
     read = read_classes if name in CLASSES else read_entries if name in OF_ENTRIES else None
     if read is None or is_checkpointed(node, "self") or is_checkpointed(node, "target"):
         return None
     return read(node)
 
 
-def read_classes(node: Node) -> Record | None:
+def read_smoothed(node: Node) -> Record | None:
+    """The record of a cross-entropy with label smoothing, as torch computes it from the log-softmax.
+
+    A share of it is that of the labels, and the other one is the same for all classes, `- sum_c log p_c / C`, at those
+    that are not ignored.
+    """
+    shares = [above for above, _ in map(beyond, node.next_functions) if above is not None]
+    if [name_of(type(share)) for share in shares] != ["Mul", "Mul"] or engine.saved(node, "alpha") != 1:
+        return None
+    (exact, even), factors = (
+        [beyond(share.next_functions[0])[0] for share in shares],
+        [engine.saved(share, "other") for share in shares],
+    )
+    if exact is None or name_of(type(exact)) not in CLASSES or [type(factor) for factor in factors] != [float, float]:
+        return None
+    target, weight, index, reduction = kept_by(exact, "target", "weight", "ignore_index", "reduction")
+    way = way_back(even, *(("Div",) if REDUCTIONS[reduction] == "mean" else ()), "Sum", "MaskedFill", "Neg", "Sum")
+    if weight is not None or not way or is_checkpointed(exact, "target"):
+        return None
+    *divisions, _, masked, _, over_classes, logarithms = way
+    loss, mask = read_classes(exact, 1 - factors[0]), engine.saved(masked, "mask")
+    if loss is None or loss.edges[0] != logarithms.next_functions[0] or engine.saved(over_classes, "dim") != (1,):
+        return None
+    counts = [engine.saved(each, "other") for each in divisions]
+    if any(count is None or count != (~mask).sum() for count in counts):
+        return None
+    is_even = isclose(factors[1] * loss.inputs[0].shape[1], 1 - factors[0], rel_tol=1e-12)
+    return loss if is_even and torch.equal(mask.flatten(), (target == signed(index)).flatten()) else None
+
+
+def way_back(node: Node | None, *names: str) -> list[Node]:
+    """The nodes from one back to a log-softmax, if they are of these functions one after the other."""
+    way: list[Node] = []
+    for name in (*names, "LogSoftmax"):
+        if node is None or name_of(type(node)) != name:
+            return []
+        way.append(node)
+        node = beyond(node.next_functions[0])[0]
+    return way
+
+
+def read_classes(node: Node, smoothing: float = 0.0) -> Record | None:
     """The record of a cross-entropy. Of its logits, their log-softmax is known, whose log-softmax is itself.
 
     What functions return that is no log-softmax of the classes counts as logarithms of probabilities.
@@ -152,7 +196,7 @@ def read_classes(node: Node) -> Record | None:
     edge = above.next_functions[0]
     if engine.kind_of_output(*edge)[1] != logits.dtype:
         return None
-    target, options["label_smoothing"] = target.reshape(len(logits), *logits.shape[2:]), 0.0
+    target, options["label_smoothing"] = target.reshape(len(logits), *logits.shape[2:]), smoothing
     return written(nn.CrossEntropyLoss, "F.cross_entropy", options, (logits, target), (edge,), node)
 
 

@@ -74,6 +74,16 @@ PAIRS: dict[str, tuple[Loss, nn.Module, Tensor]] = {
         nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1),
         CLASSES,
     ),
+    "smoothed": (
+        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.2, ignore_index=2),
+        nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=2),
+        CLASSES,
+    ),
+    "smoothed sum": (
+        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.2, reduction="sum"),
+        nn.CrossEntropyLoss(label_smoothing=0.2, reduction="sum"),
+        CLASSES,
+    ),
     "in two steps": (lambda x, y: F.nll_loss(x.log_softmax(-1), y), nn.CrossEntropyLoss(), CLASSES),
     "made there": (lambda x, y: nn.CrossEntropyLoss()(x, y), nn.CrossEntropyLoss(), CLASSES),
     "squares": (F.mse_loss, nn.MSELoss(), NUMBERS),
@@ -106,6 +116,9 @@ def test_positions(shape: tuple[int, ...]) -> None:
     model = Inside(F.cross_entropy, kind(2, 4, 1), nn.Tanh(), kind(4, 3, 1)).to(D)
     x, y = torch.randn(3, 2, *shape, dtype=D), torch.randint(3, (3, *shape))
     assert_like(model, nn.CrossEntropyLoss(), x, y)
+    model.inside = lambda out, y: 2 * F.cross_entropy(out, y, label_smoothing=0.3, ignore_index=1)
+    smoothed = nn.CrossEntropyLoss(label_smoothing=0.3, ignore_index=1)
+    assert_like(model, lambda out, y: 2 * bpk.extend(smoothed)(out, y), x, y, E.DiagGGNExact, E.BatchDiagHessian)
 
 
 def test_tokens_as_language_models_flatten_them() -> None:
@@ -258,14 +271,24 @@ def test_other_objectives_are_refused(name: str) -> None:
         model(torch.randn(4, 4, dtype=D), CLASSES)[1].backward()
 
 
+def smooth(x: Tensor, ignored: Tensor) -> Tensor:
+    """The share of all classes in label smoothing."""
+    return (-x.log_softmax(1).sum(1)).masked_fill(ignored, 0.0)
+
+
 @pytest.mark.parametrize(
     "inside",
     [
-        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1, weight=WEIGHT),
+        lambda x, y: 0.9 * F.cross_entropy(x, y) - 0.1 / 4 * x.log_softmax(1).sum(1).mean(),
+        lambda x, y: 0.9 * F.cross_entropy(x, y) + 0.1 / 3 * smooth(x, y == 0).mean(),
+        lambda x, y: 0.9 * F.cross_entropy(x, y) + 0.2 / 3 * smooth(x, y == -100).sum() / 4,
+        lambda x, y: 0.9 * F.cross_entropy(x, y) + 0.1 / 3 * smooth(x, y == -100).sum() / torch.tensor(5.0),
+        lambda x, y: 0.9 * F.cross_entropy(x, y) + 0.1 / 3 * smooth(2 * x, y == -100).sum() / torch.tensor(4.0),
         lambda x, y: F.cross_entropy(x, y, reduction="none").mean(),
         lambda x, y: checkpoint(F.cross_entropy, x, y, use_reentrant=False),
     ],
-    ids=["smoothed", "each", "checkpoint"],
+    ids=["weighted", "by hand", "other mask", "other share", "other count", "other logits", "each", "checkpoint"],
 )
 def test_what_is_not_known_is_refused(inside: Loss) -> None:
     model = bpk.extend(Inside(inside).to(D))
