@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import isclose
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.engine import is_checkpointed
+from bpk.jacobians.core.engine import is_checkpointed, pull_back
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
@@ -40,6 +39,9 @@ REDUCTIONS = ("none", "mean", "sum")
 
 CLASSES = ("NllLoss", "NllLoss2D")
 """What functions of class probabilities are called: behind a log-softmax of the classes, they are the cross-entropy."""
+
+WEIGHTING = (*CLASSES, "Gather", "MaskedFill")
+"""Further functions that are linear in logarithms of probabilities."""
 
 OF_ENTRIES: dict[str, tuple[type[nn.Module], str, tuple[str, ...]]] = {
     "MseLoss": (nn.MSELoss, "F.mse_loss", ()),
@@ -98,27 +100,11 @@ def trains_itself(node: Node) -> bool:
 def write_losses(node: Node) -> list[Record]:
     """Write down the losses that a number is made of, which a model has returned, as if layers had made them.
 
-    Numbers are followed, also where they are stacked, so that weighted sums of losses are found. If it is made of
-    anything else (a penalty, a loss that is not known), nothing is written down.
+    If it is made of anything else (a penalty, a loss that is not known), nothing is written down.
     """
-    found: dict[Node, Record] = {}
-    waiting, seen = [node], {node}
-    while waiting:
-        here = waiting.pop()
-        known, (shape, *more) = owner_of(here), engine.output_shapes(here)
-        if more or (shape and (known is not None or len(shape) > 1 or not is_linear(here))):
-            return []
-        if known is not None:
-            continue
-        loss = read_loss(here)
-        above = [one for one, _ in map(beyond, here.next_functions) if one is not None]
-        if loss is not None:
-            found[here] = loss
-        elif not above:
-            return []
-        else:
-            waiting += [one for one in above if one not in seen]
-            seen.update(above)
+    found = find_losses(node)
+    if not found and (weighted := read_weighted(node)) is not None:
+        found = {node: weighted}
     given: Given = engine.belongings(node).get(GIVEN, NOTHING_GIVEN)
     for here, loss in found.items():
         loss.look_at(given, ())
@@ -126,69 +112,91 @@ def write_losses(node: Node) -> list[Record]:
     return list(found.values())
 
 
+def find_losses(node: Node) -> dict[Node, Record]:
+    """The losses of which a number is a weighted sum, with their nodes; none, if it is a sum of anything else.
+
+    Numbers are followed, also where they are stacked.
+    """
+    found: dict[Node, Record] = {}
+    waiting, seen = [node], {node}
+    while waiting:
+        here = waiting.pop()
+        known, (shape, *more) = owner_of(here), engine.output_shapes(here)
+        if more or (shape and (known is not None or len(shape) > 1 or not is_linear(here))):
+            return {}
+        if known is not None:
+            continue
+        loss = read_loss(here)
+        above = [one for one, _ in map(beyond, here.next_functions) if one is not None]
+        if loss is not None:
+            found[here] = loss
+        elif not above:
+            return {}
+        else:
+            waiting += [one for one in above if one not in seen]
+            seen.update(above)
+    return found
+
+
+def read_weighted(node: Node) -> Record | None:
+    """The record of a number that is linear in the logarithms of class probabilities, with any weights.
+
+    `(terms * mask).sum() / mask.sum()`, label smoothing, probabilities as targets, a policy gradient: it is a
+    cross-entropy whose targets are those weights, which its gradient says. By what means divide is not known then.
+    """
+    ends, waiting, seen = set[Node](), [node], {node}
+    while waiting:
+        here = waiting.pop()
+        name = name_of(type(here))
+        if is_log_softmax(here):
+            ends.add(here)
+            continue
+        above = [one for one, _ in map(beyond, here.next_functions) if one is not None]
+        if not above or owner_of(here) is not None or not (is_linear(here) or name in WEIGHTING):
+            return None
+        waiting += [one for one in above if one not in seen]
+        seen.update(above)
+    if len(ends) != 1 or CTX.stack[-1].context.adds_up:
+        return None
+    (end,) = ends
+    if is_checkpointed(end, "result"):
+        return None
+    logits, edge = engine.saved(end, "result"), end.next_functions[0]
+    if signed(engine.saved(end, "dim")) % logits.dim() != 1 or engine.kind_of_output(*edge)[1] != logits.dtype:
+        return None
+    with CTX.quietly():
+        start = torch.ones_like(engine.like_output(node))
+        (weights,) = pull_back([GradientEdge(node, 0)], [GradientEdge(end, 0)], [start])
+    options = {"weight": None, "ignore_index": -100, "reduction": "sum", "label_smoothing": 0.0}
+    assert weights is not None
+    return written(nn.CrossEntropyLoss, "F.cross_entropy", options, (logits, -weights), (edge,), node)
+
+
+def is_log_softmax(node: Node) -> bool:
+    """Whether a function has computed the logarithms of class probabilities, and no layer (which has Jacobians)."""
+    return name_of(type(node)) == "LogSoftmax" and owner_of(node) is None
+
+
 def read_loss(node: Node) -> Record | None:
     """The record of a loss, from its node; `None` of other functions, and of what a checkpoint would compute again."""
     name = name_of(type(node))
-    if name == "Add":
-        return read_smoothed(node)
     read = read_classes if name in CLASSES else read_entries if name in OF_ENTRIES else None
     if read is None or is_checkpointed(node, "self") or is_checkpointed(node, "target"):
         return None
     return read(node)
 
 
-def read_smoothed(node: Node) -> Record | None:
-    """The record of a cross-entropy with label smoothing, as torch computes it from the log-softmax.
-
-    A share of it is that of the labels, and the other one is the same for all classes, `- sum_c log p_c / C`, at those
-    that are not ignored.
-    """
-    shares = [above for above, _ in map(beyond, node.next_functions) if above is not None]
-    if [name_of(type(share)) for share in shares] != ["Mul", "Mul"] or engine.saved(node, "alpha") != 1:
-        return None
-    (exact, even), factors = (
-        [beyond(share.next_functions[0])[0] for share in shares],
-        [engine.saved(share, "other") for share in shares],
-    )
-    if exact is None or name_of(type(exact)) not in CLASSES or [type(factor) for factor in factors] != [float, float]:
-        return None
-    target, weight, index, reduction = kept_by(exact, "target", "weight", "ignore_index", "reduction")
-    way = way_back(even, *(("Div",) if REDUCTIONS[reduction] == "mean" else ()), "Sum", "MaskedFill", "Neg", "Sum")
-    if weight is not None or not way or is_checkpointed(exact, "target"):
-        return None
-    *divisions, _, masked, _, over_classes, logarithms = way
-    loss, mask = read_classes(exact, 1 - factors[0]), engine.saved(masked, "mask")
-    if loss is None or loss.edges[0] != logarithms.next_functions[0] or engine.saved(over_classes, "dim") != (1,):
-        return None
-    counts = [engine.saved(each, "other") for each in divisions]
-    if any(count is None or count != (~mask).sum() for count in counts):
-        return None
-    is_even = isclose(factors[1] * loss.inputs[0].shape[1], 1 - factors[0], rel_tol=1e-12)
-    return loss if is_even and torch.equal(mask.flatten(), (target == signed(index)).flatten()) else None
-
-
-def way_back(node: Node | None, *names: str) -> list[Node]:
-    """The nodes from one back to a log-softmax, if they are of these functions one after the other."""
-    way: list[Node] = []
-    for name in (*names, "LogSoftmax"):
-        if node is None or name_of(type(node)) != name:
-            return []
-        way.append(node)
-        node = beyond(node.next_functions[0])[0]
-    return way
-
-
-def read_classes(node: Node, smoothing: float = 0.0) -> Record | None:
+def read_classes(node: Node) -> Record | None:
     """The record of a cross-entropy. Of its logits, their log-softmax is known, whose log-softmax is itself.
 
-    What functions return that is no log-softmax of the classes counts as logarithms of probabilities.
+    What anything else returns counts as logarithms of probabilities: the loss is linear in them, as `nn.NLLLoss`.
     """
     x, target, weight, index, reduction = kept_by(node, "self", "target", "weight", "ignore_index", "reduction")
     options = {"weight": weight, "ignore_index": signed(index), "reduction": REDUCTIONS[reduction]}
     above = beyond(node.next_functions[0])[0]
     if above is not None and name_of(type(above)) == "View":
         above = beyond(above.next_functions[0])[0]  # of positions, the node sees two axes
-    if above is not None and (name_of(type(above)) != "LogSoftmax" or is_checkpointed(above, "result")):
+    if above is not None and (not is_log_softmax(above) or is_checkpointed(above, "result")):
         above = None
     logits = x if above is None else engine.saved(above, "result")
     if above is None or x.shape[:2] != logits.shape[:2] or signed(engine.saved(above, "dim")) % logits.dim() != 1:
@@ -196,7 +204,7 @@ def read_classes(node: Node, smoothing: float = 0.0) -> Record | None:
     edge = above.next_functions[0]
     if engine.kind_of_output(*edge)[1] != logits.dtype:
         return None
-    target, options["label_smoothing"] = target.reshape(len(logits), *logits.shape[2:]), smoothing
+    target, options["label_smoothing"] = target.reshape(len(logits), *logits.shape[2:]), 0.0
     return written(nn.CrossEntropyLoss, "F.cross_entropy", options, (logits, target), (edge,), node)
 
 

@@ -84,6 +84,19 @@ PAIRS: dict[str, tuple[Loss, nn.Module, Tensor]] = {
         nn.CrossEntropyLoss(label_smoothing=0.2, reduction="sum"),
         CLASSES,
     ),
+    "smoothed with weights": (
+        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.2, weight=WEIGHT),
+        nn.CrossEntropyLoss(label_smoothing=0.2, weight=WEIGHT),
+        CLASSES,
+    ),
+    "each": (lambda x, y: F.cross_entropy(x, y, reduction="none").mean(), nn.CrossEntropyLoss(), CLASSES),
+    "looked up": (lambda x, y: -x.log_softmax(1).gather(1, y[:, None]).mean(), nn.CrossEntropyLoss(), CLASSES),
+    "probabilities": (F.cross_entropy, nn.CrossEntropyLoss(), torch.rand(4, 3, dtype=D)),
+    "divergence": (
+        lambda x, y: F.kl_div(x.log_softmax(1), y, reduction="batchmean"),
+        nn.CrossEntropyLoss(),
+        torch.rand(4, 3, dtype=D).softmax(1),
+    ),
     "in two steps": (lambda x, y: F.nll_loss(x.log_softmax(-1), y), nn.CrossEntropyLoss(), CLASSES),
     "made there": (lambda x, y: nn.CrossEntropyLoss()(x, y), nn.CrossEntropyLoss(), CLASSES),
     "squares": (F.mse_loss, nn.MSELoss(), NUMBERS),
@@ -271,29 +284,59 @@ def test_other_objectives_are_refused(name: str) -> None:
         model(torch.randn(4, 4, dtype=D), CLASSES)[1].backward()
 
 
-def smooth(x: Tensor, ignored: Tensor) -> Tensor:
-    """The share of all classes in label smoothing."""
-    return (-x.log_softmax(1).sum(1)).masked_fill(ignored, 0.0)
+class Weighted(nn.Module):
+    """Each term has a weight; a sample may have none, or a negative one."""
+
+    def __init__(self, *weights: float) -> None:
+        super().__init__()
+        self.weights = torch.tensor(weights, dtype=D)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (F.cross_entropy(x, y, reduction="none") * self.weights).sum() / self.weights.sum()
+
+
+def test_terms_with_weights() -> None:
+    """Padding has none; rewards may be negative, and then the Hessian bends down."""
+    loss = Weighted(1, 0, 2, 1)
+    x = torch.randn(4, 4, dtype=D)
+    assert_like(Inside(loss).to(D), loss, x, CLASSES, E.DiagGGNExact, E.DiagHessian, E.KFLR, E.GGNMP)
+    loss = Weighted(1, -2, 0.5, 3)
+    assert_like(Inside(loss).to(D), loss, x, CLASSES, E.DiagHessian, E.BatchDiagHessian, E.HMP)
+    model = bpk.extend(Inside(loss).to(D))
+    with told(RuntimeError), bpk.backpack(E.DiagGGNExact()):
+        model(x, CLASSES)[1].backward()
+
+
+def test_weights_say_nothing_of_means_of_a_data_set() -> None:
+    model = bpk.extend(Inside(Weighted(1, 0, 2, 1)).to(D))
+    batches = [(torch.randn(4, 4, dtype=D), CLASSES)]
+    with told(RuntimeError):
+        bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.DiagGGNExact(), step=lambda model, _, b: model(*b)[1])
 
 
 @pytest.mark.parametrize(
     "inside",
     [
-        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1, weight=WEIGHT),
-        lambda x, y: 0.9 * F.cross_entropy(x, y) - 0.1 / 4 * x.log_softmax(1).sum(1).mean(),
-        lambda x, y: 0.9 * F.cross_entropy(x, y) + 0.1 / 3 * smooth(x, y == 0).mean(),
-        lambda x, y: 0.9 * F.cross_entropy(x, y) + 0.2 / 3 * smooth(x, y == -100).sum() / 4,
-        lambda x, y: 0.9 * F.cross_entropy(x, y) + 0.1 / 3 * smooth(x, y == -100).sum() / torch.tensor(5.0),
-        lambda x, y: 0.9 * F.cross_entropy(x, y) + 0.1 / 3 * smooth(2 * x, y == -100).sum() / torch.tensor(4.0),
-        lambda x, y: F.cross_entropy(x, y, reduction="none").mean(),
+        lambda x, y: F.cross_entropy(x, y) - 0.1 * (x.softmax(1) * x.log_softmax(1)).mean(),
+        lambda x, y: F.cross_entropy(x, y) - 0.1 * (2 * x).log_softmax(1).mean(),
+        lambda x, y: -x.log_softmax(1).exp().gather(1, y[:, None]).mean(),
+        lambda x, y: -x.log_softmax(0).gather(1, y[:, None]).mean(),
+        lambda x, y: F.cross_entropy(x, y) + x.mean(),
         lambda x, y: checkpoint(F.cross_entropy, x, y, use_reentrant=False),
     ],
-    ids=["weighted", "by hand", "other mask", "other share", "other count", "other logits", "each", "checkpoint"],
+    ids=["entropy", "other logits", "probabilities", "other axis", "logits", "checkpoint"],
 )
 def test_what_is_not_known_is_refused(inside: Loss) -> None:
     model = bpk.extend(Inside(inside).to(D))
     with told(RuntimeError), bpk.backpack(E.DiagGGNExact()):
         model(torch.randn(4, 4, dtype=D), CLASSES)[1].backward()
+
+
+def test_logarithms_that_a_layer_has_computed() -> None:
+    """The loss behind it is linear, as `nn.NLLLoss` outside of the model."""
+    model = Inside(F.nll_loss, nn.Linear(4, 3), nn.LogSoftmax(1)).to(D)
+    with pytest.warns(UserWarning, match="is linear in its input"):
+        assert_like(model, nn.NLLLoss(), torch.randn(4, 4, dtype=D), CLASSES, E.DiagHessian, E.DiagGGNExact, E.HMP)
 
 
 def test_logarithms_of_other_probabilities() -> None:
