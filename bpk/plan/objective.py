@@ -19,7 +19,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain, runtime_error, 
 from bpk.plan.quantity import FAIL_ERROR, FAIL_WARN, Quantity
 from bpk.plan.sources import Sources
 from bpk.recording import engine
-from bpk.recording.graph.losses import is_awaited, trains_itself, write_losses
+from bpk.recording.graph.losses import is_awaited, write_losses
 from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.side_effects import beyond
@@ -58,7 +58,7 @@ class Outside:
 def outside_of_losses(roots: Iterable[Edge] | None, needs_losses: bool) -> Outside:
     """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between.
 
-    Losses that a model has computed itself are written down if they are needed.
+    Losses that a model has computed itself are written down.
     """
     found, losses = Outside(seen=roots is not None), list[Node]()
     starts = [beyond(root)[0] for root in roots or ()]
@@ -66,8 +66,8 @@ def outside_of_losses(roots: Iterable[Edge] | None, needs_losses: bool) -> Outsi
     waiting = list(consumers)
     while waiting:
         node = waiting.pop()
-        if is_awaited(node) and (needs_losses or trains_itself(node)):
-            write_losses(node)
+        if is_awaited(node):
+            write_losses(node, needs_losses)
         call = owner_of(node)
         if call is not None and call.is_loss:
             losses.append(node)

@@ -50,7 +50,8 @@ class Forward:
         live = [x for x in tensors_in(output) if x.requires_grad]
         kept = [keep(x) for x in live if x.dim()]
         if not kept:  # the model returns its loss alone
-            losses = [loss for x in live if x.grad_fn is not None for loss in write_losses(x.grad_fn)]
+            nodes = [x.grad_fn for x in live if x.grad_fn is not None]
+            losses = [loss for node in nodes for loss in write_losses(node, needs_losses=True)]
             kept = [(loss.inputs[0], loss.edges[0]) for loss in losses] or [keep(x) for x in live]
         whole = Binding(nn.Identity(), tuple(x for x, _ in kept))
         self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})

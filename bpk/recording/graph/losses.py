@@ -1,10 +1,9 @@
 """Losses that a model computes itself, by functions: `F.cross_entropy(logits.flatten(0, 1), labels)`, or a loss module
 that its forward pass makes.
 
-Language models return their loss beside the logits. Second order starts at a loss, so a backward pass that needs it
-writes down the losses among the functions before a number that a model has returned, when it comes to that number: the
-nodes behind it still keep what they have saved. First order of a batch needs to know where functions use a parameter
-between the last layer and the loss (`x @ embedding.weight.T`): which rows are which samples' is told by the loss.
+Language models return their loss beside the logits. Second order starts at a loss, and a loss says which rows are which
+samples'. So a backward pass writes down the losses among the functions before a number that a model has returned, when
+it comes to that number: the nodes behind it still keep what they have saved.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None
     engine.belongings(node)[WATCHED] = task
     if opened is None or owner_of(node) is not None or task in opened.backwards or not opened.is_for(CTX.called):
         return None
-    if opened.context.needs_losses or trains_itself(node):
-        write_losses(node)
+    write_losses(node, opened.context.needs_losses)
     found = owner_of(node)
     return None if found is None else visit(found, grads)
 
@@ -97,14 +95,17 @@ def trains_itself(node: Node) -> bool:
     return False
 
 
-def write_losses(node: Node) -> list[Record]:
+def write_losses(node: Node, needs_losses: bool) -> list[Record]:
     """Write down the losses that a number is made of, which a model has returned, as if layers had made them.
 
-    If it is made of anything else (a penalty, a loss that is not known), nothing is written down.
+    If it is made of anything else (a penalty, a loss that is not known), nothing is written down. Weights of terms take
+    as much memory as logits: they are computed where losses are needed, or tell whose the rows of a parameter are.
     """
     found = find_losses(node)
-    if not found and (weighted := read_weighted(node)) is not None:
-        found = {node: weighted}
+    if not found and (needs_losses or trains_itself(node)):
+        weighted = read_weighted(node)
+        if weighted is not None:
+            found = {node: weighted}
     given: Given = engine.belongings(node).get(GIVEN, NOTHING_GIVEN)
     for here, loss in found.items():
         loss.look_at(given, ())
@@ -156,7 +157,7 @@ def read_weighted(node: Node) -> Record | None:
             return None
         waiting += [one for one in above if one not in seen]
         seen.update(above)
-    if len(ends) != 1 or CTX.stack[-1].context.adds_up:
+    if len(ends) != 1 or any(opened.context.adds_up for opened in CTX.stack[-1:]):
         return None
     (end,) = ends
     if is_checkpointed(end, "result"):

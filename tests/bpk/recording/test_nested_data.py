@@ -111,13 +111,14 @@ def test_parameters_of_a_layer_that_returns_an_object(make: Callable[..., Any]) 
 class WithLoss(nn.Module):
     """Computes its loss itself, as models of transformers do."""
 
-    def __init__(self, smoothing: float) -> None:
+    def __init__(self, decay: float) -> None:
         super().__init__()
-        self.layer, self.slope, self.smoothing = nn.Linear(4, 3), nn.Parameter(torch.ones(3)), smoothing
+        self.layer, self.slope, self.decay = nn.Linear(4, 3), nn.Parameter(torch.ones(3)), decay
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         logits = self.layer(x) * self.slope
-        return {"loss": functional.cross_entropy(logits, y, label_smoothing=self.smoothing), "logits": logits}
+        loss = functional.cross_entropy(logits, y)
+        return {"loss": loss + self.decay * logits.square().mean() if self.decay else loss, "logits": logits}
 
 
 def test_a_loss_that_is_a_function_inside_of_the_model() -> None:
