@@ -32,15 +32,16 @@ class Penalised(nn.Module):
 class Learned(nn.Module):
     """Cross-entropy with a temperature that is learned, of the whole batch or of each sample."""
 
-    def __init__(self, reduction: str = "mean", smoothing: float = 0.0) -> None:
+    def __init__(self, reduction: str = "mean", strength: float = 0.0) -> None:
         super().__init__()
         self.temperature, self.reduction = nn.Parameter(torch.tensor(1.5)), reduction
-        self.smoothing = smoothing
+        self.strength = strength
         self.positive = nn.Softplus()
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         logits = logits / self.positive(self.temperature)
-        return functional.cross_entropy(logits, target, reduction=self.reduction, label_smoothing=self.smoothing)
+        loss = functional.cross_entropy(logits, target, reduction=self.reduction)
+        return loss + self.strength * logits.square().mean() if self.strength else loss
 
 
 def test_parameters_of_a_loss_belong_to_the_model() -> None:
@@ -59,7 +60,7 @@ def test_parameters_of_a_loss_belong_to_the_model() -> None:
         def forward(self, losses: Tensor) -> Tensor:
             return losses.mean()
 
-    net, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(Learned(smoothing=0.1))
+    net, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(Learned(strength=0.1))
     x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     with bpk.backpack(E.DiagHessian()), pytest.raises(RuntimeError, match=r"(?s)without parameters.*let the model"):
         loss_fn(net(x), y).backward()
@@ -434,12 +435,13 @@ def test_a_loss_that_learns_weights_of_losses_inside() -> None:
 class WithLogs(nn.Module):
     """A loss beside what its user wants to see."""
 
-    def __init__(self, logs: str, smoothing: float = 0.1) -> None:
+    def __init__(self, logs: str, strength: float = 0.1) -> None:
         super().__init__()
-        self.logs, self.smoothing = logs, smoothing
+        self.logs, self.strength = logs, strength
 
     def forward(self, scores: Tensor, y: Tensor) -> object:
-        loss = nn.functional.cross_entropy(scores, y, label_smoothing=self.smoothing)
+        loss = nn.functional.cross_entropy(scores, y)
+        loss = loss + self.strength * scores.square().mean() if self.strength else loss
         accuracy = (scores.argmax(1) == y).double().mean()
         return {"loss": loss, "accuracy": accuracy} if self.logs == "dict" else (loss, scores.softmax(1))
 
@@ -463,7 +465,7 @@ def test_a_loss_that_returns_several_things(logs: str) -> None:
     alone = bpk.extend(nn.CrossEntropyLoss())
     with bpk.backpack(E.DiagGGNExact()):
         alone(layer(x), y).backward()
-    expected, loss_fn = layer.weight.diag_ggn_exact, bpk.extend(WithLogs(logs, smoothing=0.0))
+    expected, loss_fn = layer.weight.diag_ggn_exact, bpk.extend(WithLogs(logs, strength=0.0))
     with bpk.backpack(E.DiagGGNExact()):
         loss().backward()  # a function that is known is found in there
     torch.testing.assert_close(layer.weight.diag_ggn_exact, expected)
