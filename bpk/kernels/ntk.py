@@ -75,7 +75,22 @@ def of_one_form(model: nn.Module, first: Batch, second: Batch | None, kind: str)
         return found.sum(0) if kind == "trace" else found
 
     extension = OfRoot(FIELD, value) if kind == "full" else Joined(FIELD, value, adds=kind == "trace")
-    return of_outputs(model, outputs_of(model, both), extension)[FIELD]
+    kernel = of_outputs(model, outputs_of(model, both), extension)[FIELD]
+    if second is not None:
+        require_all_samples(model, [kernel.shape[1 if kind == "full" else -2], kernel.shape[-1]], [first, second])
+    return kernel
+
+
+def require_all_samples(model: nn.Module, found: list[int], batches: list[Batch]) -> None:
+    """Refuse a model whose outputs have other samples than both batches: they cannot be told apart any more."""
+    given = [len(batch[0]) for batch in batches]
+    if found != given:
+        raise value_error(
+            f"{type(model).__name__} was given {sum(given)} rows, of x1 and x2, and its outputs are of {sum(found)}.",
+            "both batches go through the model as one, and outputs that are not one for each row do not tell of which "
+            "batch they are.",
+            "let the model return an output for each row of its input, or leave x2 out.",
+        )
 
 
 def one_after_the_other(model: nn.Module, first: Batch, second: Batch, kind: str) -> Tensor:

@@ -358,6 +358,24 @@ def test_refusals() -> None:
             kernels.projected_gradients(model, torch.zeros(()), k, kind)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["full", "diagonal", "trace"])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_outputs_that_are_none_of_two_batches(rows: int, kind: str) -> None:
+    """A model that returns a fixed number of rows does not tell which are those of `x2`: the kernel had been empty."""
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x[:rows])
+
+    x = torch.randn(9, 3)
+    with pytest.raises(ValueError, match=rf"given 9 rows, of x1 and x2, and its outputs are of {rows}"):
+        bpk.ntk(Fixed(), x[:5], x[5:], kind)
+
+
 def test_samples_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was found out about samples of a model with attention is known in the next call, and not to other models."""
     asked = []
