@@ -101,6 +101,8 @@ def write_losses(node: Node, needs_losses: bool) -> list[Record]:
     If it is made of anything else (a penalty, a loss that is not known), nothing is written down. Weights of terms take
     as much memory as logits: they are computed where losses are needed, or tell whose the rows of a parameter are.
     """
+    if owner_of(node) is not None:  # it is a layer's, or was written down before
+        return []
     found = find_losses(node)
     if not found and (needs_losses or trains_itself(node)):
         weighted = read_weighted(node)
