@@ -48,7 +48,7 @@ class Hook:
     """A hook for all modules that is an object, and has a method that is one."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return output * 2 if isinstance(module, nn.CrossEntropyLoss) else None
+        return output * 2 if isinstance(module, nn.MultiMarginLoss) else None
 
     def double(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self(module, args, output)
@@ -60,7 +60,7 @@ class Hook:
     ids=["an object", "a method"],
 )
 def test_a_hook_for_all_modules_is_named(hook: Callable[..., Any], name: str) -> None:
-    model, loss_fn = extended(nn.Linear(4, 3).double(), nn.CrossEntropyLoss(label_smoothing=0.1))
+    model, loss_fn = extended(nn.Linear(4, 3).double(), nn.MultiMarginLoss())
     handle = nn.modules.module.register_module_forward_hook(hook)
     try:
         with pytest.raises(RuntimeError, match=name), bpk.backpack(E.DiagGGNExact()):
