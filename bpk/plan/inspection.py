@@ -168,7 +168,7 @@ class Inspection:
     def outside(self) -> Outside:
         """What the objective has beside extended losses."""
         if self._outside is None:
-            self._outside = outside_of_losses(engine.roots(), self.settings.needs_losses)
+            self._outside = outside_of_losses(engine.roots())
         return self._outside
 
     @property

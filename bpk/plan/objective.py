@@ -55,7 +55,7 @@ class Outside:
         return leaf or call is not None
 
 
-def outside_of_losses(roots: Iterable[Edge] | None, needs_losses: bool) -> Outside:
+def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
     """Follow autograd's graph from what is differentiated to the recorded calls, and look at what lies in between.
 
     Losses that a model has computed itself are written down.
@@ -67,7 +67,7 @@ def outside_of_losses(roots: Iterable[Edge] | None, needs_losses: bool) -> Outsi
     while waiting:
         node = waiting.pop()
         if is_awaited(node):
-            write_losses(node, needs_losses)
+            write_losses(node)
         call = owner_of(node)
         if call is not None and call.is_loss:
             losses.append(node)

@@ -51,7 +51,7 @@ class Forward:
         kept = [keep(x) for x in live if x.dim()]
         if not kept:  # the model returns its loss alone
             nodes = [x.grad_fn for x in live if x.grad_fn is not None]
-            losses = [loss for node in nodes for loss in write_losses(node, needs_losses=True)]
+            losses = [loss for node in nodes for loss in write_losses(node)]
             kept = [(loss.inputs[0], loss.edges[0]) for loss in losses] or [keep(x) for x in live]
         whole = Binding(nn.Identity(), tuple(x for x, _ in kept))
         self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})

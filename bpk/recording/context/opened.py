@@ -38,11 +38,6 @@ class Settings:
     adds_up: bool = False
     grad_scaler: GradScaler | None = None
 
-    @property
-    def needs_losses(self) -> bool:
-        """Whether losses have to be known: second order starts there, and they say by what means divide."""
-        return self.adds_up or any(e.second_order for e in self.extensions)
-
 
 class Pass(Protocol):
     """A backward pass under way."""

@@ -23,7 +23,7 @@ from bpk.recording.context.state import CTX
 from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
 from bpk.recording.graph.identity import name_of
 from bpk.recording.graph.kept import kept_by
-from bpk.recording.graph.nodes import Edge, is_linear, leaf_of, signed
+from bpk.recording.graph.nodes import Edge, is_linear, signed
 from bpk.recording.graph.ownership import give, owner_of, visit
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.graph.unseen import standing_for
@@ -65,13 +65,13 @@ def watch(node: Node) -> None:
 
 
 def arrive(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-    """The hook on such a number: if a pass that needs losses begins here, it begins at those that the number is."""
+    """The hook on such a number: a pass that begins here begins at the losses that the number is made of."""
     opened = CTX.stack[-1] if CTX.stack and not CTX.quiet else None
     node, task = engine.current_node(), engine.current_task()
     engine.belongings(node)[WATCHED] = task
     if opened is None or owner_of(node) is not None or task in opened.backwards or not opened.is_for(CTX.called):
         return None
-    write_losses(node, opened.context.needs_losses)
+    write_losses(node)
     found = owner_of(node)
     return None if found is None else visit(found, grads)
 
@@ -81,33 +81,16 @@ def is_awaited(node: Node) -> bool:
     return engine.belongings(node).get(WATCHED) not in (None, engine.current_task())
 
 
-def trains_itself(node: Node) -> bool:
-    """Whether functions use a leaf that gets a gradient between such a number and the calls that were recorded."""
-    waiting, seen = [node], {node}
-    while waiting:
-        for above, _ in map(beyond, waiting.pop().next_functions):
-            if above is None or above in seen or owner_of(above) is not None:
-                continue
-            if leaf_of(above) is not None:
-                return True
-            seen.add(above)
-            waiting.append(above)
-    return False
-
-
-def write_losses(node: Node, needs_losses: bool) -> list[Record]:
+def write_losses(node: Node) -> list[Record]:
     """Write down the losses that a number is made of, which a model has returned, as if layers had made them.
 
-    If it is made of anything else (a penalty, a loss that is not known), nothing is written down. Weights of terms take
-    as much memory as logits: they are computed where losses are needed, or tell whose the rows of a parameter are.
+    If it is made of anything else (a penalty, a loss that is not known), nothing is written down.
     """
     if owner_of(node) is not None:  # it is a layer's, or was written down before
         return []
     found = find_losses(node)
-    if not found and (needs_losses or trains_itself(node)):
-        weighted = read_weighted(node)
-        if weighted is not None:
-            found = {node: weighted}
+    if not found and (weighted := read_weighted(node)) is not None:
+        found = {node: weighted}
     given: Given = engine.belongings(node).get(GIVEN, NOTHING_GIVEN)
     for here, loss in found.items():
         loss.look_at(given, ())
