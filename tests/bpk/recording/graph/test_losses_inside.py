@@ -283,33 +283,38 @@ def test_other_objectives_are_refused(name: str) -> None:
         model(torch.randn(4, 4, dtype=D), CLASSES)[1].backward()
 
 
-class Weighted(nn.Module):
-    """Each term has a weight; a sample may have none, or a negative one."""
+def weighted(*weights: float) -> Loss:
+    """A loss each term of which has a weight; a sample may have none, or a negative one."""
+    given = torch.tensor(weights, dtype=D)
+    return lambda x, y: (F.cross_entropy(x, y, reduction="none") * given).sum() / given.sum()
 
-    def __init__(self, *weights: float) -> None:
+
+class Written(nn.Module):
+    """A function as a module, which can be extended."""
+
+    def __init__(self, function: Loss) -> None:
         super().__init__()
-        self.weights = torch.tensor(weights, dtype=D)
+        self.function = function
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (F.cross_entropy(x, y, reduction="none") * self.weights).sum() / self.weights.sum()
+        return self.function(x, y)
 
 
 def test_terms_with_weights() -> None:
     """Padding has none; rewards may be negative, and then the Hessian bends down."""
-    loss = Weighted(1, 0, 2, 1)
-    x = torch.randn(4, 4, dtype=D)
-    assert_like(Inside(loss).to(D), loss, x, CLASSES, E.DiagGGNExact, E.DiagHessian, E.KFLR, E.GGNMP)
-    loss = Weighted(1, -2, 0.5, 3)
-    assert_like(Inside(loss).to(D), loss, x, CLASSES, E.DiagHessian, E.BatchDiagHessian, E.HMP)
+    x, loss = torch.randn(4, 4, dtype=D), weighted(1, 0, 2, 1)
+    assert_like(Inside(loss).to(D), Written(loss), x, CLASSES, E.DiagGGNExact, E.DiagHessian, E.KFLR, E.GGNMP)
+    loss = weighted(1, -2, 0.5, 3)
+    assert_like(Inside(loss).to(D), Written(loss), x, CLASSES, E.DiagHessian, E.BatchDiagHessian, E.HMP)
     model = bpk.extend(Inside(loss).to(D))
-    with told(RuntimeError), bpk.backpack(E.DiagGGNExact()):
+    with told(RuntimeError, "not convex"), bpk.backpack(E.DiagGGNExact()):
         model(x, CLASSES)[1].backward()
 
 
 def test_weights_say_nothing_of_means_of_a_data_set() -> None:
-    model = bpk.extend(Inside(Weighted(1, 0, 2, 1)).to(D))
+    model = bpk.extend(Inside(weighted(1, 0, 2, 1)).to(D))
     batches = [(torch.randn(4, 4, dtype=D), CLASSES)]
-    with told(RuntimeError):
+    with told(RuntimeError, "none stands behind"):
         bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.DiagGGNExact(), step=lambda model, _, b: model(*b)[1])
 
 
@@ -396,7 +401,7 @@ def test_support_of_a_model_that_returns_its_loss(alone: bool) -> None:
             out, loss = super().forward(x, y)
             return loss if alone else (out, loss)
 
-    loss = F.cross_entropy if alone else Weighted(1, 0, 2, 1)
+    loss = F.cross_entropy if alone else weighted(1, 0, 2, 1)
     table = bpk.support(Model(loss).to(D), E.KFAC(), inputs=(torch.randn(4, 4, dtype=D), CLASSES))
     kinds = {cell.path: cell.kind.value for cell in table.cells}
     assert {kinds[path] for path in ("layers.0", "layers.2")} == {"supported"}
