@@ -113,7 +113,7 @@ def find_losses(node: Node) -> dict[Node, Record]:
         if known is not None:
             continue
         loss = read_loss(here)
-        above = [one for one, _ in map(beyond, here.next_functions) if one is not None]
+        above = read_by(here)
         if loss is not None:
             found[here] = loss
         elif not above:
@@ -122,6 +122,11 @@ def find_losses(node: Node) -> dict[Node, Record]:
             waiting += [one for one in above if one not in seen]
             seen.update(above)
     return found
+
+
+def read_by(node: Node) -> list[Node]:
+    """The functions whose results a node's function reads."""
+    return [above for above, _ in map(beyond, node.next_functions) if above is not None]
 
 
 def read_weighted(node: Node) -> Record | None:
@@ -137,12 +142,12 @@ def read_weighted(node: Node) -> Record | None:
         if is_log_softmax(here):
             ends.add(here)
             continue
-        above = [one for one, _ in map(beyond, here.next_functions) if one is not None]
+        above = read_by(here)
         if not above or owner_of(here) is not None or not (is_linear(here) or name in WEIGHTING):
             return None
         waiting += [one for one in above if one not in seen]
         seen.update(above)
-    if len(ends) != 1 or any(opened.context.adds_up for opened in CTX.stack[-1:]):
+    if len(ends) != 1 or CTX.get_adds_up():
         return None
     (end,) = ends
     if is_checkpointed(end, "result"):
