@@ -54,14 +54,19 @@ def expect_use(
 def expect_gradients(parameters: Parameters, record: Record, states: dict[str, ParameterState]) -> None:
     """Catch the gradients that autograd is about to compute for a call, where an extension wants them.
 
-    A small one is not waited for: it costs less to compute it once more.
+    A small one is not waited for: it costs less to compute it once more. Nor is any where rules read parameters, and
+    gradients come one after the other: a hook of the user's may change one parameter (`optimizer.step()`) before that
+    of another is there.
     """
-    if record.rule is not None and record.rule.sums_by_product:
+    by_product = record.rule is not None and record.rule.sums_by_product
+    if by_product:
         size = record.output.numel()
         states = {name: state for name, state in states.items() if size * state.param.numel() > WORTH_WAITING}
     if not states:
         return
     edges = parameter_edges(engine.current_node(), record.edges, {n: s.param for n, s in states.items()})
+    if not by_product and len({node for node, _ in edges.values()}) > 1:
+        return
     for name, (node, position) in edges.items():
         states[name].awaited_gradients += 1
         parameters.handles.append(node.register_hook(catcher(parameters, states[name], position)))
