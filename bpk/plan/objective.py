@@ -19,8 +19,9 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain, runtime_error, 
 from bpk.plan.quantity import FAIL_ERROR, FAIL_WARN, Quantity
 from bpk.plan.sources import Sources
 from bpk.recording import engine
+from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.losses import is_awaited, write_losses
-from bpk.recording.graph.nodes import Edge, is_linear
+from bpk.recording.graph.nodes import BILINEAR, FRACTION, Edge, is_linear
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
@@ -79,15 +80,25 @@ def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
                     waiting.append(above)
                 if above is not None:
                     consumers[above].append(node)
-    seen = set(losses)
+    reading = set(losses)
     while losses:  # back to the roots: all these functions read a loss
-        for node in consumers[losses.pop()]:
-            if node not in seen:
-                seen.add(node)
-                losses.append(node)
-                if not is_linear(node):
-                    found.curved.add(node.name())
+        more = [node for node in consumers[losses.pop()] if node not in reading]
+        reading.update(more)
+        losses.extend(more)
+    found.curved = {node.name() for node in reading - set(found.losses.values()) if not is_linear_in(node, reading)}
     return found
+
+
+def is_linear_in(node: Node, reading: Container[Node | None]) -> bool:
+    """Whether a function is linear in those of its arguments that read a loss, where the others are given.
+
+    Others are weights, which a parameter outside of the extended models may scale (`torch.exp(-s) * loss`).
+    """
+    if is_linear(node):
+        return True
+    places = [k for k, edge in enumerate(node.next_functions) if beyond(edge)[0] in reading]
+    name = function_name(node)
+    return (name in BILINEAR and len(places) == 1) or (name == FRACTION and places == [0])
 
 
 def inside_of_loss(loss: Record, node: Node) -> Outside:

@@ -77,6 +77,55 @@ def test_a_product_of_two_losses_is_refused(model: nn.Module, loss_fn: nn.Module
             passes(E.DiagGGNExact(), combine(loss_fn(out, Y), other(out, torch.zeros_like(out))))
 
 
+WEIGHTED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "variances of tasks": (lambda a, b, s: torch.exp(-s[0]) * a + b * torch.exp(-s[1]) + s.sum(), lambda s: (-s).exp()),
+    "divided": (
+        lambda a, b, s: a / (2 * s[0] ** 2) + b / s[1] + s.log().sum(),
+        lambda s: s**-1 / torch.stack([2 * s[0], s[1] * 0 + 1]),
+    ),
+    "learned shares": (lambda a, b, s: torch.stack([a, b]) @ s.softmax(0), lambda s: s.softmax(0)),
+    "of a sum": (lambda a, b, s: s[0] * (a + 2 * b) / s[1], lambda s: s[0] / s[1] * s.new_tensor([1.0, 2.0])),
+}
+
+
+@pytest.mark.parametrize("extension", [E.DiagHessian, E.DiagGGNExact])
+@pytest.mark.parametrize("combine, weights", WEIGHTED.values(), ids=WEIGHTED)
+def test_weights_that_are_learned_beside_the_model(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    combine: Callable[[Tensor, Tensor, Tensor], Tensor],
+    weights: Callable[[Tensor], Tensor],
+    extension: type[BackpropExtension],
+) -> None:
+    """A parameter that no extended model has may scale losses: quantities of the model are those with its value."""
+    other, s = bpk.extend(nn.MSELoss()), torch.tensor([0.7, 1.3], dtype=torch.float64, requires_grad=True)
+    field, expected = extension().savefield, []
+    for weight, value in zip(weights(s.detach()), (loss_fn(model(X), Y), other(model(X), X[:, :3])), strict=True):
+        passes(extension(), value)
+        expected.append([weight * getattr(p, field) for p in model.parameters()])
+    out = model(X)
+    passes(extension(), combine(loss_fn(out, Y), other(out, X[:, :3]), s))
+    for p, a, b in zip(model.parameters(), *expected, strict=True):
+        torch.testing.assert_close(getattr(p, field), a + b)
+    assert s.grad is not None and not hasattr(s, field)
+
+
+def test_weights_that_the_model_predicts_are_refused(model: nn.Module, loss_fn: nn.Module) -> None:
+    """Their own curvature, and what couples them to the loss, would be missing."""
+    for combine in (lambda loss, out: loss * out.sum(), lambda loss, out: loss / out.square().sum()):
+        out = model(X)
+        with pytest.raises(NotImplementedError, match="is not that of the extended losses"):
+            passes(E.DiagGGNExact(), combine(loss_fn(out, Y), out))
+
+
+def test_weights_that_the_model_holds_are_refused(loss_fn: nn.Module) -> None:
+    """They would get no field."""
+    model = bpk.extend(nn.Sequential(nn.Linear(4, 3)).double())
+    model.register_parameter("s", nn.Parameter(torch.rand((), dtype=torch.float64)))
+    with pytest.raises(NotImplementedError, match="Parameter 's' of Sequential gets no field"):
+        passes(E.DiagGGNExact(), torch.exp(-model.s) * loss_fn(model(X), Y))
+
+
 LINEAR: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, float]] = {
     "a sum": (lambda a, b: a + b, 1.0, 1.0),
     "weights": (lambda a, b: 0.3 * a + b / 4, 0.3, 0.25),
