@@ -187,7 +187,8 @@ def require_fields(models: Iterable[nn.Module], lost: Container[int], extensions
             "a penalty, a loss inside of the model that is a function); that gradient passes none of them, and is not "
             "split into samples.",
             "write the whole objective as one loss module behind the model that is given the parameter as a part of "
-            f"the prediction, or do without {'its' if one else 'their'} fields (first order of all others is right).",
+            f"the prediction, or do without {'its' if one else 'their'} fields (first order of all others is right; so "
+            "is second order if it weighs losses, and only these and the model are extended, not what holds it).",
         )
         if stops:
             raise UnsupportedLayer(message)

@@ -428,8 +428,14 @@ def test_a_loss_that_learns_weights_of_losses_inside() -> None:
             for a, b in zip(x, y, strict=True)
         ]
     torch.testing.assert_close(layer.weight.grad_batch, torch.stack(rows))
-    with bpk.backpack(E.DiagHessian()), pytest.raises(NotImplementedError, match="nonlinear function of the loss"):
+    with bpk.backpack(E.DiagHessian()), pytest.raises(NotImplementedError, match="'scales' of Weighted gets no field"):
         loss_fn(layer(x), y).backward()
+    layer, loss_fn = bpk.extend(nn.Linear(4, 2)), Weighted()
+    bpk.extend(loss_fn.first), bpk.extend(loss_fn.second)
+    with bpk.backpack(E.DiagHessian()):
+        loss_fn(layer(x), y).backward()
+    expected = loss_fn.scales.detach()[0].neg().exp() * x.square().mean(0)
+    torch.testing.assert_close(layer.weight.diag_h, expected.expand(2, 4))
 
 
 class WithLogs(nn.Module):
