@@ -77,7 +77,7 @@ def require_whole_batch(extensions: Iterable[Quantity], loss: Record) -> None:
     for extension in extensions:
         if extension.subsampling is not None:
             raise UnsupportedLayer(
-                f"{extension} cannot look at some samples only behind the loss '{loss.path}'.",
+                f"{extension} cannot look at some samples only behind {loss.where}.",
                 "the rows of a layer are not the samples in order: the model merges the batch axis with another, "
                 "picks rows, or puts them into another order.",
                 "leave out subsampling=.",

@@ -83,7 +83,7 @@ def require_rows(root: Record, above: Iterable[Record], extension: Quantity) -> 
     given = {record.given[0] for record in above if record.given}
     if any(root.batch_size not in shape[:2] for shape in given):
         raise UnsupportedLayer(
-            f"{extension} cannot look at some samples only behind the loss '{root.path}'.",
+            f"{extension} cannot look at some samples only behind {root.where}.",
             f"samples mix, so that nothing tells which sample each of its {root.batch_size} rows belongs to.",
             "leave out subsampling=, or give the loss one row for each sample ([N, C, T]).",
         )

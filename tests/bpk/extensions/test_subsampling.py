@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.extensions.backprop_extension import BackpropExtension
+from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.helpers import FIELDS
 
 CHOSEN = [2, 0, 2, 2]
@@ -126,3 +127,22 @@ def test_verify_follows() -> None:
         E.BatchDiagHessian,
     ]
     assert bpk.verify(model, nn.MSELoss(), x, y, *[extension(subsampling=CHOSEN) for extension in some])
+
+
+class Copied(nn.Module):
+    """A bound from several copies of each sample: a model that is its own objective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.repeat_interleave(2, 0)).view(len(x), 2, 3).logsumexp(1)
+
+
+def test_a_refusal_names_a_layer_as_a_layer() -> None:
+    """Where no loss is extended, what stands in its place is a layer, and must not be called a loss."""
+    model = bpk.extend(Copied())
+    expected = pytest.raises(UnsupportedLayer, match=r"some samples only behind 'linear' \(Linear\)")
+    with expected, bpk.backpack(E.BatchGrad(subsampling=[0])):
+        model(torch.randn(3, 4)).sum().backward()
