@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bpk.jacobians.core.call import Call, once
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
 from bpk.jacobians.losses.loss import Loss
 
@@ -215,3 +216,18 @@ class SoftmaxCrossEntropy(Loss):
             weight = (1 - smoothing) * of_target + smoothing * w.mean() * counts
             total = torch.where(counts.any(), of_target.sum(), 1.0)
         return log_p, weight / total if call.options.reduction == "mean" else weight
+
+
+class WeightedTerms(SoftmaxCrossEntropy):
+    """The sum of `-w_c log p_c` over all positions and classes, with weights of the logits' shape in place of targets.
+
+    By what the weights were divided, they do not tell.
+    """
+
+    def divides_by(self, call: Call) -> Tensor | int | None:
+        raise UnsupportedLayer(
+            "It is not known by what a loss with weights for its terms divides their sum.",
+            "batches must be weighted as one large batch would, and the weights do not tell how.",
+            "say so by divisor=: in accumulate, a function of the batch (lambda batch: batch['mask'].sum()), in "
+            'all_reduce, the number of this rank, and "sum" where terms are added up.',
+        )

@@ -92,10 +92,6 @@ class Context(threading.local):
         """Whether the active context keeps what the forward pass stored."""
         return bool(self.stack) and self.stack[-1].context.retain_graph
 
-    def get_adds_up(self) -> bool:
-        """Whether fields of the active context hold what adds up over batches."""
-        return bool(self.stack) and self.stack[-1].context.adds_up
-
     def add_module(self, module: nn.Module, undo: Callable[[nn.Module], None]) -> None:
         """One more module was extended; `undo` takes its hooks away."""
         with self.lock:

@@ -18,6 +18,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.engine import is_checkpointed, pull_back
+from bpk.jacobians.losses.softmax import WeightedTerms
+from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
@@ -41,6 +43,9 @@ CLASSES = ("NllLoss", "NllLoss2D")
 
 WEIGHTING = (*CLASSES, "Gather", "MaskedFill")
 """Further functions that are linear in logarithms of probabilities."""
+
+WEIGHTED = WeightedTerms()
+"""The rule of a cross-entropy whose terms have weights."""
 
 OF_ENTRIES: dict[str, tuple[type[nn.Module], str, tuple[str, ...]]] = {
     "MseLoss": (nn.MSELoss, "F.mse_loss", ()),
@@ -147,7 +152,7 @@ def read_weighted(node: Node) -> Record | None:
             return None
         waiting += [one for one in above if one not in seen]
         seen.update(above)
-    if len(ends) != 1 or CTX.get_adds_up():
+    if len(ends) != 1:
         return None
     (end,) = ends
     if is_checkpointed(end, "result"):
@@ -160,7 +165,7 @@ def read_weighted(node: Node) -> Record | None:
         (weights,) = pull_back([GradientEdge(node, 0)], [GradientEdge(end, 0)], [start])
     options = {"weight": None, "ignore_index": -100, "reduction": "sum", "label_smoothing": 0.0}
     assert weights is not None
-    return written(nn.CrossEntropyLoss, "F.cross_entropy", options, (logits, -weights), (edge,), node)
+    return written(nn.CrossEntropyLoss, "F.cross_entropy", options, (logits, -weights), (edge,), node, WEIGHTED)
 
 
 def is_log_softmax(node: Node) -> bool:
@@ -214,6 +219,7 @@ def written(
     inputs: tuple[Tensor, Tensor],
     edges: Sequence[Edge],
     node: Node,
+    rule: Rule | None = None,
 ) -> Record | None:
     """The record of a loss of a prediction and a target; `None` if its terms are not put together."""
     if options["reduction"] == "none":
@@ -225,8 +231,8 @@ def written(
     if any(above is not None for above, _ in places[1:]):  # of several predictions together, the value is looked at
         with torch.no_grad():
             value = module.forward(*inputs)
-    binding = Binding(module, inputs)
-    return Record(module, REGISTRY.find(module), binding, inputs, places, {0: value}, {0: 0})
+    binding, rule = Binding(module, inputs), rule or REGISTRY.find(module)
+    return Record(module, rule, binding, inputs, places, {0: value}, {0: 0})
 
 
 known_loss = lru_cache(maxsize=256)(standing_for)

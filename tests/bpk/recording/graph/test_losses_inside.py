@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
+from bpk.recording.graph.losses import write_losses
 from bpk.recording.graph.ownership import owner_of
 from tests.helpers import numbers, told
 
@@ -311,11 +312,38 @@ def test_terms_with_weights() -> None:
         model(x, CLASSES)[1].backward()
 
 
-def test_weights_say_nothing_of_means_of_a_data_set() -> None:
-    model = bpk.extend(Inside(weighted(1, 0, 2, 1)).to(D))
-    batches = [(torch.randn(4, 4, dtype=D), CLASSES)]
-    with told(RuntimeError, "none stands behind"):
-        bpk.accumulate(model, nn.CrossEntropyLoss(), batches, E.DiagGGNExact(), step=lambda model, _, b: model(*b)[1])
+def masked(x: Tensor, y: Tensor) -> Tensor:
+    """A mean over the terms that count: where the target is not negative."""
+    counts = (y >= 0).to(D)
+    return (F.cross_entropy(x, y.clamp(min=0), reduction="none") * counts).sum() / counts.sum()
+
+
+def test_means_with_weights_over_a_data_set() -> None:
+    """By what they divide, the user says; batches then add up to what one large batch gives."""
+    x, y = torch.randn(7, 4, dtype=D), torch.tensor([0, -1, 1, 2, -1, -1, 2])
+    model, batches = bpk.extend(Inside(masked).to(D)), [(x[:4], y[:4]), (x[4:], y[4:])]
+    made = E.BatchGrad(), E.Variance(), E.DiagGGNExact(), E.DiagHessian(), E.KFLR()
+
+    def found(**options: Any) -> Any:
+        step = {"step": lambda model, _, batch: model(*batch)[1], "per_sample": True}
+        return bpk.accumulate(model, nn.CrossEntropyLoss(), batches, *made, **step, **options)
+
+    with told(RuntimeError, "not known by what a loss with weights for its terms divides"):
+        found()
+    total = found(divisor=lambda batch: (batch[1] >= 0).sum())
+    with bpk.backpack(*made):
+        model(x, y)[1].backward()
+    for name, p in model.named_parameters():
+        for extension in made:
+            expected = getattr(p, extension.savefield)
+            torch.testing.assert_close(total[name][extension.savefield], expected)
+
+
+def test_many_processes_are_not_told_that_weighted_terms_are_summed() -> None:
+    loss = bpk.extend(Inside(masked).to(D))(torch.randn(4, 4, dtype=D), CLASSES)[1]
+    (record,) = write_losses(loss.grad_fn)
+    with told(RuntimeError, "divisor="):
+        record.rule.divides_by(record.call())
 
 
 @pytest.mark.parametrize(
