@@ -52,7 +52,8 @@ class Forward:
         if not kept:  # the model returns its loss alone
             nodes = [x.grad_fn for x in live if x.grad_fn is not None]
             losses = [loss for node in nodes for loss in write_losses(node)]
-            kept = [(loss.inputs[0], loss.edges[0]) for loss in losses] or [keep(x) for x in live]
+            kept = [(loss.entrance(0).one_to_graph(loss.inputs[0]), loss.edges[0]) for loss in losses]
+            kept = kept or [keep(x) for x in live]
         whole = Binding(nn.Identity(), tuple(x for x, _ in kept))
         self.root = Record(whole.options, PASSAGE, whole, whole.inputs, tuple(edge for _, edge in kept), {}, {})
         self.root.module.__dict__["_bpk_path"] = "the output"

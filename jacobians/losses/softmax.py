@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bpk.jacobians.core.call import Call, once
+from bpk.jacobians.core.call import Call, Options, once
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
 from bpk.jacobians.losses.loss import Loss
@@ -221,13 +221,18 @@ class SoftmaxCrossEntropy(Loss):
 class WeightedTerms(SoftmaxCrossEntropy):
     """The sum of `-w_c log p_c` over all positions and classes, with weights of the logits' shape in place of targets.
 
-    By what the weights were divided, they do not tell.
+    By what the weights were divided, they do not tell; a third input does, where that is known.
     """
 
     def divides_by(self, call: Call) -> Tensor | int | None:
+        if len(call.inputs) > 2:
+            return call.inputs[2]
         raise UnsupportedLayer(
             "It is not known by what a loss with weights for its terms divides their sum.",
             "batches must be weighted as one large batch would, and the weights do not tell how.",
             "say so by divisor=: in accumulate, a function of the batch (lambda batch: batch['mask'].sum()), in "
             'all_reduce, the number of this rank, and "sum" where terms are added up.',
         )
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return super().forward(options, inputs[:2], params)

@@ -14,19 +14,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.engine import is_checkpointed, pull_back
-from bpk.jacobians.losses.softmax import WeightedTerms
+from bpk.jacobians.core.engine import is_checkpointed
+from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy, WeightedTerms
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
+from bpk.recording.graph.class_probabilities import (
+    CLASSES,
+    Logarithms,
+    keeps_classes,
+    log_softmax_behind,
+    logarithms_at,
+    positions_in,
+    read_by,
+    weights_of,
+)
 from bpk.recording.graph.identity import name_of
 from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import Edge, is_linear, signed
 from bpk.recording.graph.ownership import give, owner_of, visit
+from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.graph.unseen import standing_for
 from bpk.recording.record import Record
@@ -38,14 +49,11 @@ WATCHED = "bpk.number"
 REDUCTIONS = ("none", "mean", "sum")
 """How a node keeps the way in which terms are put together: as a number."""
 
-CLASSES = ("NllLoss", "NllLoss2D")
-"""What functions of class probabilities are called: behind a log-softmax of the classes, they are the cross-entropy."""
+CROSS_ENTROPY = nn.CrossEntropyLoss, "F.cross_entropy"
+"""A layer, and what users write."""
 
-WEIGHTING = (*CLASSES, "Gather", "MaskedFill")
-"""Further functions that are linear in logarithms of probabilities."""
-
-WEIGHTED = WeightedTerms()
-"""The rule of a cross-entropy whose terms have weights."""
+SUMMED, WEIGHTED = SoftmaxCrossEntropy(), WeightedTerms()
+"""The rules of a cross-entropy that adds up its terms, and of one that does so with weights."""
 
 OF_ENTRIES: dict[str, tuple[type[nn.Module], str, tuple[str, ...]]] = {
     "MseLoss": (nn.MSELoss, "F.mse_loss", ()),
@@ -129,48 +137,22 @@ def find_losses(node: Node) -> dict[Node, Record]:
     return found
 
 
-def read_by(node: Node) -> list[Node]:
-    """The functions whose results a node's function reads."""
-    return [above for above, _ in map(beyond, node.next_functions) if above is not None]
-
-
 def read_weighted(node: Node) -> Record | None:
     """The record of a number that is linear in the logarithms of class probabilities, with any weights.
 
     `(terms * mask).sum() / mask.sum()`, label smoothing, probabilities as targets, a policy gradient: it is a
     cross-entropy whose targets are those weights, which its gradient says. By what means divide is not known then.
     """
-    ends, waiting, seen = set[Node](), [node], {node}
-    while waiting:
-        here = waiting.pop()
-        name = name_of(type(here))
-        if is_log_softmax(here):
-            ends.add(here)
-            continue
-        above = read_by(here)
-        if not above or owner_of(here) is not None or not (is_linear(here) or name in WEIGHTING):
-            return None
-        waiting += [one for one in above if one not in seen]
-        seen.update(above)
-    if len(ends) != 1:
-        return None
-    (end,) = ends
-    if is_checkpointed(end, "result"):
-        return None
-    logits, edge = engine.saved(end, "result"), end.next_functions[0]
-    if signed(engine.saved(end, "dim")) % logits.dim() != 1 or engine.kind_of_output(*edge)[1] != logits.dtype:
-        return None
-    with CTX.quietly():
-        start = torch.ones_like(engine.like_output(node))
-        (weights,) = pull_back([GradientEdge(node, 0)], [GradientEdge(end, 0)], [start])
+    end = log_softmax_behind(node)
+    known = None if end is None else logarithms_at(end)
+    return None if known is None or known.is_cast else with_weights(node, known)
+
+
+def with_weights(node: Node, known: Logarithms, rule: Rule = WEIGHTED, *divisor: Tensor) -> Record | None:
+    """The record of a cross-entropy whose targets are weights, and of which the `divisor` is known or not."""
+    inputs = known.seen(known.values), known.seen(-weights_of(node, known)), *divisor
     options = {"weight": None, "ignore_index": -100, "reduction": "sum", "label_smoothing": 0.0}
-    assert weights is not None
-    return written(nn.CrossEntropyLoss, "F.cross_entropy", options, (logits, -weights), (edge,), node, WEIGHTED)
-
-
-def is_log_softmax(node: Node) -> bool:
-    """Whether a function has computed the logarithms of class probabilities, and no layer (which has Jacobians)."""
-    return name_of(type(node)) == "LogSoftmax" and owner_of(node) is None
+    return written(*CROSS_ENTROPY, options, inputs, (known.edge,), node, rule, known.layout)
 
 
 def read_loss(node: Node) -> Record | None:
@@ -187,21 +169,23 @@ def read_classes(node: Node) -> Record | None:
 
     What anything else returns counts as logarithms of probabilities: the loss is linear in them, as `nn.NLLLoss`.
     """
-    x, target, weight, index, reduction = kept_by(node, "self", "target", "weight", "ignore_index", "reduction")
-    options = {"weight": weight, "ignore_index": signed(index), "reduction": REDUCTIONS[reduction]}
-    above = beyond(node.next_functions[0])[0]
-    if above is not None and name_of(type(above)) == "View":
-        above = beyond(above.next_functions[0])[0]  # of positions, the node sees two axes
-    if above is not None and (not is_log_softmax(above) or is_checkpointed(above, "result")):
-        above = None
-    logits = x if above is None else engine.saved(above, "result")
-    if above is None or x.shape[:2] != logits.shape[:2] or signed(engine.saved(above, "dim")) % logits.dim() != 1:
+    x, target, weight, index, number = kept_by(node, "self", "target", "weight", "ignore_index", "reduction")
+    reduction, edge = REDUCTIONS[number], beyond(node.next_functions[0])
+    options = {"weight": weight, "ignore_index": signed(index), "reduction": reduction}
+    end = None if edge[0] is None or reduction == "none" else log_softmax_behind(edge[0])
+    known = None if end is None else logarithms_at(end)
+    places = None if known is None else positions_in(edge, known, x.shape)
+    if known is None or (places is None and not keeps_classes(edge, known, x.shape)):
         return written(nn.NLLLoss, "F.nll_loss", options, (x, target), node.next_functions, node)
-    edge = above.next_functions[0]
-    if engine.kind_of_output(*edge)[1] != logits.dtype:
+    if known.is_cast:
         return None
-    target, options["label_smoothing"] = target.reshape(len(logits), *logits.shape[2:]), 0.0
-    return written(nn.CrossEntropyLoss, "F.cross_entropy", options, (logits, target), (edge,), node)
+    if places is None and reduction == "sum":  # some of the positions
+        return with_weights(node, known, SUMMED)
+    if places is None:
+        return with_weights(node, known, WEIGHTED, *kept_by(node, "total_weight"))
+    targets = known.targets(target.flatten()[places.flatten().argsort().to(target.device)])
+    inputs, options["label_smoothing"] = (known.seen(known.values), targets), 0.0
+    return written(*CROSS_ENTROPY, options, inputs, (known.edge,), node, layout=known.layout)
 
 
 def read_entries(node: Node) -> Record | None:
@@ -216,12 +200,13 @@ def written(
     layer: type[nn.Module],
     function: str,
     options: dict[str, Any],
-    inputs: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, ...],
     edges: Sequence[Edge],
     node: Node,
     rule: Rule | None = None,
+    layout: MatrixLayout | None = None,
 ) -> Record | None:
-    """The record of a loss of a prediction and a target; `None` if its terms are not put together."""
+    """The record of a loss of a prediction and a target (as its rule sees them); `None` if its terms are apart."""
     if options["reduction"] == "none":
         return None
     known = not any(isinstance(value, Tensor) for value in options.values())
@@ -232,7 +217,7 @@ def written(
         with torch.no_grad():
             value = module.forward(*inputs)
     binding, rule = Binding(module, inputs), rule or REGISTRY.find(module)
-    return Record(module, rule, binding, inputs, places, {0: value}, {0: 0})
+    return Record(module, rule, binding, inputs, places, {0: value}, {0: 0}, layout=layout)
 
 
 known_loss = lru_cache(maxsize=256)(standing_for)

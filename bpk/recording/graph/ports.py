@@ -13,7 +13,8 @@ from torch import Tensor
 class MatrixLayout:
     """How a matrix of the graph, or a stack of them, is rows of features: `features` is the axis that goes last.
 
-    The sizes of the `others` become those of the `axes` that the rule sees: `N`, then positions.
+    The sizes of the `others` become those of the `axes` that the rule sees: `N`, then positions. One number, such as a
+    loss, is what it is.
     """
 
     features: int
@@ -22,12 +23,23 @@ class MatrixLayout:
 
     def to_rule(self, mat: Tensor) -> Tensor:
         """`[V, *tensor] -> [V, *axes, features]`."""
+        if mat.dim() == 1:
+            return mat
         mat = mat.movedim(1 + self.features, -1)
-        return mat if self.axes == self.others else mat.reshape(len(mat), *self.axes, mat.shape[-1])
+        if self.axes == self.others:
+            return mat
+        axes = self.axes if len(self.axes) > 1 else (mat.shape[1:-1].numel(),)
+        return mat.reshape(len(mat), *axes, mat.shape[-1])
 
     def to_graph(self, mat: Tensor) -> Tensor:
         """The way back."""
-        mat = mat if self.axes == self.others else mat.reshape(len(mat), *self.others, mat.shape[-1])
+        if mat.dim() == 1:
+            return mat
+        if self.axes != self.others:
+            others = list(self.others)
+            if self.axes == (prod(others),) and self.axes[0] in others:  # columns of some samples have some of the rows
+                others[others.index(self.axes[0])] = mat.shape[1]
+            mat = mat.reshape(len(mat), *others, mat.shape[-1])
         return mat.movedim(-1, 1 + self.features)
 
 
