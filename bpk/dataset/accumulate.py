@@ -137,6 +137,9 @@ def result_of(totals: Totals, sink: Sink, extensions: Sequence[BackpropExtension
     """What was added up, as the fields of one large batch."""
     size = totals.size
     assert size is not None
+    if size.divisor == 0:
+        what, why = "No target of the data set counts.", "the loss is a mean over none of them, and so is each field."
+        raise value_error(what, why, "look at targets, ignore_index=, and masks.")
     fields = totals.whole()
     for name, values in sink.whole(size).items():
         fields.setdefault(name, {}).update(values)

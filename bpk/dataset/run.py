@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bpk.dataset.batches import StepOf, loss_of_pair, moved, note, require_pair, rows_of
 from bpk.dataset.model_as_found import Buffers
 from bpk.dataset.totals import GRADIENT
-from bpk.dataset.watched import Seen, Watched
+from bpk.dataset.watched import NotEmpty, Seen, Watched
 from bpk.distributed.processes import Elsewhere
 from bpk.extensions.over_batches import Parts, Size
 from bpk.jacobians.core.errors import runtime_error, type_error, value_error
@@ -38,8 +38,11 @@ class OneBatch:
 class Runner:
     """Runs batches through a model, under `context`.
 
-    `first` is what the first batch has shown of its losses, with which others must agree.
+    `first` is what the first batch has shown of its losses, with which others must agree: the first in which some
+    target counts. A mean over no targets is NaN, and has no gradient; a runner that `takes_empty` adds its samples.
     """
+
+    takes_empty = True
 
     def __init__(
         self,
@@ -105,8 +108,27 @@ class Runner:
                 loss = self.step(self.model, self.loss_fn, batch)
             self.loss = loss  # until the next one: freed before, the heap would shrink and grow, page by page
             value = self.checked(number, loss)
-            loss.backward()
-        return OneBatch(self.taken(number), self.size_of(number, batch), value)
+            if is_nan(value) and self.divisor is not None and self.given_divisor(number, batch) != 0:
+                raise not_finite(number, f"a loss of {value}")
+            self.context.must_be_empty = is_nan(value)
+            try:
+                loss.backward()
+            except NotEmpty:
+                raise not_finite(number, f"a loss of {value}") from None
+        one = OneBatch(self.taken(number), self.size_of(number, batch), value)
+        if one.size.divisor == 0:
+            self.require_nothing(number, one)
+        elif is_nan(value):
+            raise not_finite(number, f"a loss of {value}")
+        return one
+
+    def require_nothing(self, number: int, one: OneBatch) -> None:
+        """Refuse a batch with a divisor of zero that brings more than its samples: a mean over no targets adds none."""
+        gradients = [x for parts in one.fields[GRADIENT].values() for x in parts.values()]
+        if is_nan(one.loss):
+            one.loss = 0.0
+        if one.loss or any(bool(x.any()) for x in gradients):
+            raise not_finite(number, "a divisor of 0, and a loss or a gradient that is not zero")
 
     def size_of(self, number: int, batch: Any) -> Size:
         """How large the batch was that has passed."""
@@ -122,8 +144,8 @@ class Runner:
                 "its backward pass is what gives the fields.",
                 "let step(model, loss_fn, batch) return loss_fn(...), a scalar, outside of torch.inference_mode().",
             )
-        value = loss.item()
-        if not cmath.isfinite(value):
+        value: float = loss.item()
+        if not (cmath.isfinite(value) or (self.takes_empty and is_nan(value))):
             raise not_finite(number, f"a loss of {value}")
         return value
 
@@ -135,9 +157,11 @@ class Runner:
                 "the loss says how many samples there are, and by what it divides.",
                 "compute it with the loss_fn that step(model, loss_fn, batch) is given.",
             )
-        if seen.samples < 1 or 0 in seen.divisors:
+        if seen.samples < 1:
             raise not_finite(number, "no samples that count")
         if seen == self.first:
+            return
+        if set(seen.divisors) == {0}:  # no target counts: nothing is to be weighted
             return
         first = self.first = self.first or seen
         share = [(d, d0) for d, d0 in zip(seen.divisors, first.divisors, strict=False) if d is not None and d0]
@@ -172,7 +196,7 @@ class Runner:
                 "it is the number by which the loss of the batch divides the sum of its terms.",
                 "return a number: divisor=lambda batch: len(batch[0]).",
             ) from error
-        if not 0 < divisor < float("inf"):
+        if not 0 <= divisor < float("inf"):
             raise not_finite(number, f"a divisor of {divisor}")
         return divisor
 
@@ -197,6 +221,11 @@ def all_finite(tensors: list[Tensor]) -> bool:
     return cmath.isfinite(sum([x.item() for x in sums]))
 
 
+def is_nan(value: float) -> bool:
+    """Whether a loss is the mean over nothing, or of what is not finite."""
+    return value != value
+
+
 def described(loss: Any) -> str:
     """A value in a few words."""
     if not isinstance(loss, Tensor):
@@ -209,6 +238,6 @@ def not_finite(number: int, what: str) -> ValueError:
     return value_error(
         f"Batch {number} of the loader has {what}.",
         "it would spoil the sums of all batches; nothing of it was added.",
-        "look at this batch (numbers count from 0): empty, without a target that counts (ignore_index), or with "
-        "inputs, targets or activations that are not finite?",
+        "look at this batch (numbers count from 0): empty, a mean over no terms ((terms * mask).sum() / mask.sum(): "
+        "divide by mask.sum().clamp(min=1)), or inputs, targets or activations that are not finite?",
     )

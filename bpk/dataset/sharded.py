@@ -61,6 +61,8 @@ def in_shards(model: nn.Module) -> bool:
 class ShardedRunner(Runner):
     """Runs a batch of each process at the same time. `counts` says whether the own one does; `size` is that of all."""
 
+    takes_empty = False  # what is wrong with a loss must be known before all pass it
+
     def begin(self, processes: Processes) -> None:
         """Let passes end as those of all processes do."""
         self.processes, self.context.add_up = processes, self.add_up

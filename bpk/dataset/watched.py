@@ -24,6 +24,10 @@ from bpk.recording.membership import path_of
 from bpk.recording.record import Record
 
 
+class NotEmpty(Exception):
+    """The objective is NaN, although targets count."""
+
+
 @dataclass
 class Seen:
     """What a pass has found out about its batch.
@@ -44,7 +48,8 @@ class Seen:
 class Watched(backpack):
     """A context for one backward pass; `seen` is what it has found out.
 
-    `asks` says whether losses are asked by what they divide, and `add_up` what is done with sharded parameters.
+    `asks` says whether losses are asked by what they divide, and `add_up` what is done with sharded parameters. Where
+    the objective is NaN, it `must_be_empty`: a mean over no targets.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Watched(backpack):
         self.adds_up = True
         self.asks = asks
         self.seen = Seen()
+        self.must_be_empty = False
         self.looked = False  # at the first batch, of which all others have the form
         self.add_up: Callable[[Sharded], None] | None = None
 
@@ -97,7 +103,8 @@ class WatchedBackward(Backward):
                 seen.samples = inspection.attribution.batch_size(loss)
                 divisor = loss.rule.divides_by(loss.call()) if self.context.asks else None
                 seen.divisors.append(None if divisor is None else float(divisor))
-
+        if self.context.must_be_empty and self.context.asks and any(divisor != 0 for divisor in seen.divisors):
+            raise NotEmpty
         self.context.looked = True
 
     def work_on(self, record: Record, grad: Tensor) -> KnownGradient | None:

@@ -51,8 +51,9 @@ class WeightedByNorm(Sums):
 
     def require(self, *sizes: Size) -> None:
         whole = reduce(Size.__add__, sizes)
-        scales = [self.scale(size) for size in (*sizes, whole)]
-        if max(scales) - min(scales) > 1e-6 * max(scales):
+        empty = any(size.divisor == 0 for size in sizes)
+        scales = [0.0] if empty else [self.scale(size) for size in (*sizes, whole)]
+        if empty or max(scales) - min(scales) > 1e-6 * max(scales):
             divisors = ", ".join(f"{size.divisor} for {size.samples} samples" for size in sizes)
             raise value_error(
                 "Gradients that are weighted by their norms do not add up over these batches.",

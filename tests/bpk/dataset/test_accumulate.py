@@ -113,6 +113,44 @@ def test_batches_of_unequal_size_give_what_one_large_batch_gives(name: str) -> N
     check(mlp(), loss(), split(x, targets(11), 2, 6, 3), *some)
 
 
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("name", ["ignored targets", "class weights", "sum", "positions", "rows"])
+def test_a_batch_in_which_no_target_counts(name: str, number: int) -> None:
+    """Its mean is NaN, and without a gradient; its samples count, as in one large batch."""
+    torch.manual_seed(0)
+    shape = (3,) if name in ("positions", "rows") else ()
+    loss = LOSSES.get(name, LOSSES["ignored targets"])[0]
+    model = {"positions": nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh()), "rows": Flattened()}.get(name, mlp())
+    batches = split(torch.randn(9, 4, dtype=torch.float64), torch.randint(3, (9, *shape)), 3, 2, 4)
+    if name == "positions":
+        batches = [(torch.randn(len(y), 2, 4, dtype=torch.float64), y) for _, y in batches]
+    if name == "rows":
+        batches = [(torch.randint(3, y.shape), y.flatten()) for _, y in batches]
+    batches[number][1].fill_(-100)
+    check(model.to(torch.float64), loss(), batches, *[e for e in EXACT if e not in BY_NORM])
+
+
+def test_no_target_counts() -> None:
+    x, y = torch.randn(4, 4, dtype=torch.float64), torch.full((4,), -100)
+    with pytest.raises(ValueError, match="No target of the data set counts"):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), split(x, y, 2, 2))
+    y[0] = 1
+    with pytest.raises(ValueError, match="do not add up over these batches"):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), split(x, y, 2, 2), *BY_NORM)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused_where_no_target_counts(bad: float) -> None:
+    """A loss that is NaN for another reason is refused, as is an input of which nothing counts."""
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
+    x[3, 1] = bad
+    with pytest.raises(ValueError, match=r"Batch 1 of the loader has a (loss of nan|gradient that is not finite)"):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), split(x, y, 3, 3), E.Variance())
+    y[3:] = -100
+    with pytest.raises(ValueError, match="not finite"):
+        bpk.accumulate(mlp(), nn.CrossEntropyLoss(), split(x, y, 3, 3), E.Variance(), E.KFLR())
+
+
 @pytest.mark.parametrize("loss", [nn.NLLLoss(weight=WEIGHTS), nn.NLLLoss(reduction="sum"), nn.L1Loss()])
 def test_losses_without_curvature(loss: nn.Module) -> None:
     targets = classes(9) if isinstance(loss, nn.NLLLoss) else real(9)

@@ -339,6 +339,36 @@ def test_means_with_weights_over_a_data_set() -> None:
             torch.testing.assert_close(total[name][extension.savefield], expected)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_batch_whose_terms_have_no_weights(number: int) -> None:
+    """Its samples count, where the mean over no terms is a number."""
+
+    def inside(x: Tensor, y: Tensor) -> Tensor:
+        counts = (y >= 0).to(D)
+        return (F.cross_entropy(x, y.clamp(min=0), reduction="none") * counts).sum() / counts.sum().clamp(min=1)
+
+    x, y = torch.randn(7, 4, dtype=D), torch.tensor([0, 1, 1, 2, 0, 1, 2])
+    y[4 * number : 4 + 3 * number] = -1
+    model, batches = bpk.extend(Inside(inside).to(D)), [(x[:4], y[:4]), (x[4:], y[4:])]
+
+    def found(divisor: Callable[[Any], Any]) -> Any:
+        made = E.Variance(), E.KFLR()
+        step = {"step": lambda model, _, batch: model(*batch)[1], "divisor": divisor}
+        return bpk.accumulate(model, nn.CrossEntropyLoss(), batches, *made, **step)
+
+    total = found(lambda batch: (batch[1] >= 0).sum())
+    with bpk.backpack(E.Variance(), E.KFLR()):
+        model(x, y)[1].backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(total[name]["variance"], p.variance)
+        torch.testing.assert_close(total[name]["kflr"], p.kflr)
+    with told(ValueError, "a divisor of 0, and a loss or a gradient that is not zero"):
+        found(lambda batch: 0)
+    model.inside = masked
+    with told(ValueError, r"clamp\(min=1\)"):
+        found(lambda batch: (batch[1] >= 0).sum())
+
+
 def test_many_processes_are_not_told_that_weighted_terms_are_summed() -> None:
     loss = bpk.extend(Inside(masked).to(D))(torch.randn(4, 4, dtype=D), CLASSES)[1]
     (record,) = write_losses(loss.grad_fn)
