@@ -11,6 +11,7 @@ from torch import Tensor
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.errors import NotThere, type_error
 from bpk.jacobians.core.tabular import Table, Tabular
+from bpk.plan.objective import NO_FIELD
 from bpk.utils.ekfac import Eigenbasis
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class Fields(Tabular, Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name in self.names():
             return vars(self.param)[name]
-        raise missing(name, self.names())
+        raise missing(name, self.names(), vars(self.param).get(NO_FIELD, {}))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -138,8 +139,10 @@ def fields_of(param: Tensor) -> Fields:
     return Fields(param)
 
 
-def missing(name: str, there: list[str]) -> NoField:
-    """Why there is no such field, and what may be meant."""
+def missing(name: str, there: list[str], known: Mapping[str, tuple[str, str]]) -> NoField:
+    """Why there is no such field (of some, a pass has known), and what may be meant."""
+    if name in known:
+        return NoField(f"A backward pass has left the parameter without a field '{name}'.", *known[name])
     makers = {extension.savefield: str(extension) for extension in every_extension()}
     if name in makers:
         why = f"fields are saved by a backward pass in a context: {', '.join(there) or 'none'} are there."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -26,8 +26,11 @@ from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
-TOLD: WeakSet[nn.Module] = WeakSet()
-"""Models of which the user knows that some of their parameters get no fields."""
+TOLD: WeakKeyDictionary[nn.Module, set[tuple[str, ...]]] = WeakKeyDictionary()
+"""By model: of which of its parameters the user knows that they get no fields, and which (names of both)."""
+
+NO_FIELD = "_bpk_no_field"
+"""Under which name a parameter keeps why a pass has left it without fields, by field: for those who ask for one."""
 
 
 @dataclass
@@ -167,33 +170,42 @@ def require_no_penalty(records: Iterable[Record], sources: Sources, outside: Out
 def require_fields(models: Iterable[nn.Module], lost: Container[int], extensions: Iterable[Quantity]) -> None:
     """Refuse, or tell of once, parameters of extended models that get a gradient, but pass no extended loss.
 
+    In later passes, `bpk.fields_of` says why they have no field.
+
     Args:
         models: The outermost extended modules.
         lost: By `id`: the parameters that get no fields, which the objective has beside extended losses.
         extensions: The active ones.
     """
     for model in models:
-        missing = [name for name, p in model.named_parameters() if id(p) in lost]
+        missing = {name: p for name, p in model.named_parameters() if id(p) in lost}
         stops = [e for e in extensions if e.fail_mode == FAIL_ERROR]
         warns = [e for e in extensions if e.fail_mode == FAIL_WARN]
-        if not missing or not (stops or (warns and model not in TOLD)):
+        if not missing or not (stops or warns):
             continue
         one = len(missing) == 1
         who = f"{'Parameter' if one else 'Parameters'} {', '.join(map(repr, missing))}"
-        message = explain(
-            f"{who} of {type(model).__name__} {'gets' if one else 'get'} no field of "
-            f"{', '.join(map(str, stops or warns))}.",
-            f"the objective uses {'it' if one else 'them'} behind or beside the extended losses (a weight of the loss, "
-            "a penalty, a loss inside of the model that is a function); that gradient passes none of them, and is not "
-            "split into samples.",
-            "write the whole objective as one loss module behind the model that is given the parameter as a part of "
-            f"the prediction, or do without {'its' if one else 'their'} fields (first order of all others is right; so "
-            "is second order if it weighs losses, and only these and the model are extended, not what holds it).",
-        )
+        what = f"{who} of {type(model).__name__} {'gets' if one else 'get'} no field of "
         if stops:
-            raise UnsupportedLayer(message)
-        TOLD.add(model)
-        warn(message)
+            raise UnsupportedLayer(explain(f"{what}{', '.join(map(str, stops))}.", *beside_losses(one)))
+        for param in missing.values():
+            vars(param).setdefault(NO_FIELD, {}).update({e.savefield: beside_losses(True) for e in warns})
+        case, told = (*missing, *sorted(e.savefield for e in warns)), TOLD.setdefault(model, set())
+        if case not in told:
+            told.add(case)
+            warn(explain(f"{what}{', '.join(map(str, warns))}.", *beside_losses(one)))
+
+
+def beside_losses(one: bool) -> tuple[str, str]:
+    """Why parameters (or the `one`) get no fields, and what to do."""
+    return (
+        f"the objective uses {'it' if one else 'them'} behind or beside the extended losses (a weight of the loss, "
+        "a penalty, a loss inside of the model that is a function); that gradient passes none of them, and is not "
+        "split into samples.",
+        "write the whole objective as one loss module behind the model that is given the parameter as a part of "
+        f"the prediction, or do without {'its' if one else 'their'} fields (first order of all others is right; so is "
+        "second order if it weighs losses, and only these and the model are extended, not what holds it).",
+    )
 
 
 def require_scaled(scale: float, grad: Tensor) -> None:

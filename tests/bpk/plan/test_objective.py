@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -280,6 +281,32 @@ def test_a_parameter_that_is_used_behind_losses_only_is_named(objective: Callabl
         with pytest.raises(NotImplementedError, match=r"nonlinear function|'scale' of Scaled gets no field"):
             passes(extension, objective(model, loss_fn(model(X), Y)))
         assert not any(hasattr(p, extension.savefield) for p in model.parameters())
+
+
+def test_why_a_parameter_has_no_field_is_told_of_each_quantity_and_to_those_who_ask() -> None:
+    model, loss_fn = bpk.extend(Scaled().double()), bpk.extend(nn.CrossEntropyLoss())
+
+    def run(*extensions: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught, bpk.backpack(*extensions):
+            warnings.simplefilter("always")
+            OBJECTIVES["a penalty"](model, loss_fn(model(X), Y)).backward()
+        return [str(one.message).partition(".")[0] for one in caught]
+
+    assert run(E.BatchGrad()) == ["Parameter 'scale' of Scaled gets no field of BatchGrad"]
+    assert run(E.BatchGrad()) == run(E.BatchGrad()) == []  # a training loop says it once
+    assert run(E.Variance(), E.BatchGrad()) == ["Parameter 'scale' of Scaled gets no field of Variance, BatchGrad"]
+    assert run(E.BatchGrad(), E.Variance()) == []
+    fields = bpk.fields_of(model.scale)
+    for name in ("grad_batch", "variance"):
+        with pytest.raises(KeyError, match=f"(?s)without a field '{name}'.*beside the extended losses.*do without its"):
+            fields[name]
+    with pytest.raises(AttributeError, match="run it in backpack"):
+        _ = fields.batch_l2
+    assert not list(fields)
+    loss_fn = bpk.extend(nn.MSELoss())
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(model(X) * model.scale, torch.zeros(len(X), 3, dtype=X.dtype)).backward()
+    assert fields.grad_batch.shape == (len(X), 1)
 
 
 @pytest.mark.filterwarnings("ignore:These go the generic way")
