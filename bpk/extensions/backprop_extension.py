@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.module_extension import ModuleExtension
 from bpk.extensions.options import checked_indices, positive, require_options
-from bpk.extensions.over_batches import OverBatches, Parts, Size
+from bpk.extensions.over_batches import OverBatches, Parts, Rows, Size
 from bpk.jacobians.core.errors import value_error
 from bpk.plan.quantity import FAIL_ERROR as FAIL_ERROR
 from bpk.plan.quantity import FAIL_SILENT as FAIL_SILENT
@@ -165,6 +165,11 @@ class BackpropExtension:
     def sweep(self) -> Any:
         """The sweep (`bpk.sweeps`) that the extension listens to; `None`: it works through module extensions only."""
         return None
+
+    @property
+    def sample_axis(self) -> int | None:
+        """Along which axis of the field samples are (`None`: it is no tensor with a row for each of them)."""
+        return self.over_batches.axis if type(self.over_batches) is Rows else None
 
     @property
     def works_by_rules(self) -> bool:

@@ -56,6 +56,10 @@ class Quantity(Protocol):
         """Of what the value is made."""
 
     @property
+    def sample_axis(self) -> int | None:
+        """Along which axis of the field samples are (`None`: it is no tensor with a row for each of them)."""
+
+    @property
     def works_by_rules(self) -> bool:
         """Whether the rule of a layer is enough, so that no module extension is needed for it."""
 

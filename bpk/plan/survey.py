@@ -76,9 +76,11 @@ def require_whole_batch(extensions: Iterable[Quantity], loss: Record) -> None:
     """Refuse sub-sampling where rows are not samples."""
     for extension in extensions:
         if extension.subsampling is not None:
+            index = ", ".join([":"] * (extension.sample_axis or 0) + [str(list(extension.subsampling))])
+            take = f", and take the chosen samples of all: p.{extension.savefield}[{index}]"
             raise UnsupportedLayer(
                 f"{extension} cannot look at some samples only behind {loss.where}.",
                 "the rows of a layer are not the samples in order: the model merges the batch axis with another, "
                 "picks rows, or puts them into another order.",
-                "leave out subsampling=.",
+                f"leave out subsampling={'' if extension.sample_axis is None else take}.",
             )

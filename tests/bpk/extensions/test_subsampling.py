@@ -146,3 +146,19 @@ def test_a_refusal_names_a_layer_as_a_layer() -> None:
     expected = pytest.raises(UnsupportedLayer, match=r"some samples only behind 'linear' \(Linear\)")
     with expected, bpk.backpack(E.BatchGrad(subsampling=[0])):
         model(torch.randn(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("extension", "do"),
+    [
+        (E.BatchGrad, r"leave out subsampling=, and take the chosen samples of all: p.grad_batch\[\[0, 2\]\]\."),
+        (E.SqrtGGNExact, r"the chosen samples of all: p.sqrt_ggn_exact\[:, \[0, 2\]\]\."),
+        (E.BatchKFAC, "leave out subsampling=\\."),
+        (E.Variance, "leave out subsampling=\\."),
+    ],
+)
+def test_a_refusal_says_how_to_take_samples_of_a_field(extension: type, do: str) -> None:
+    model, loss_fn = bpk.extend(nn.Sequential(nn.Linear(4, 3), nn.Flatten(0, 1))), bpk.extend(nn.MSELoss())
+    x, y = torch.randn(3, 2, 4), torch.randn(6, 3)
+    with pytest.raises(UnsupportedLayer, match=do), bpk.backpack(extension(subsampling=[0, 2])):
+        loss_fn(model(x), y).backward()
