@@ -48,9 +48,19 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
 
 
 def are_listed(above: Iterable[Record], n: int) -> bool:
-    """Whether a model may have been given a list of `n` samples, such as images `[C, H, W]`, or bags `[T, D]`."""
-    for given in {record.given for record in above}:
-        if len(given) == n and len({(len(shape), shape[-1:]) for shape in given}) == 1 and len(given[0]) > 0:
+    """Whether a model may have been given a list of `n` samples, such as images `[C, H, W]`, or bags `[T, D]`.
+
+    As many tensors `[1, n]` as the only sample has steps (three words, with labels and a mask) are none, if a layer
+    reads one of them as it is: it would read all of a list.
+    """
+    records = list(above)
+    for given in {record.given for record in records}:
+        if len(given) != n or len(given[0]) == 0 or len({(len(shape), shape[-1:]) for shape in given}) > 1:
+            continue
+        one = [r for r in records if given[0] == (1, n) and r.inputs and r.inputs[0].shape[:2] == (1, n)]
+        read = {id(r.module) for r in one if is_given_data(r)}
+        often = Counter(id(r.module) for r in records if is_given_data(r))
+        if not read or any(often[module] == n for module in read):
             return True
     return False
 

@@ -119,6 +119,29 @@ def test_a_list_of_samples(kind: str, rows: int, n: int) -> None:
         torch.testing.assert_close(p.grad_batch, torch.stack(each))
 
 
+class Words(nn.Module):
+    """A language model that is given labels and a mask, too, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return F.cross_entropy(self.last(self.table(tensors[0]).tanh()).flatten(0, 1), tensors[1].flatten())
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4])
+@pytest.mark.parametrize("count", [2, 3])
+def test_tensors_beside_one_sentence_are_no_list(steps: int, count: int) -> None:
+    """With as many words as there are tensors, these might be a list of so many samples."""
+    model = bpk.extend(Words().double())
+    given = [torch.randint(5, (1, steps)) for _ in range(count)]
+    with bpk.backpack(E.BatchGrad()):
+        model(*given).backward()
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad_batch, p.grad[None])
+
+
 @pytest.mark.parametrize("n", [3, 4])
 @pytest.mark.parametrize(
     "function",
