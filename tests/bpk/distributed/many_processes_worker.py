@@ -124,6 +124,19 @@ def shuffled_apart(rank: int, world: int) -> Any:
     return run(given, E.Variance(), E.KFLR())
 
 
+def without_targets() -> tuple[nn.Module, Tensor, Tensor]:
+    """The same problem, where nothing counts in the second batch: all that the second of two processes has."""
+    model, x, y = problem()
+    y[SIZES[0] : SIZES[0] + SIZES[1]] = -100
+    return model, x, y
+
+
+def of_no_targets(rank: int, world: int) -> Any:
+    """A rank may have samples without any target that counts."""
+    _, x, y = without_targets()
+    return run(list(zip(x.split(SIZES), y.split(SIZES), strict=True)), E.Variance(), E.KFLR(), E.BatchGrad())
+
+
 def with_sampler(rank: int, world: int) -> Any:
     """A loader that gives each rank its own samples: nothing is split twice."""
     _, x, y = problem()
@@ -203,6 +216,7 @@ SCENARIOS: dict[str, Callable[[int, int], Any]] = {
     "in bases": in_bases,
     "counted": counted,
     "shuffled apart": shuffled_apart,
+    "no targets": of_no_targets,
     "with sampler": with_sampler,
     "padded": padded,
     "split by itself": split_by_itself,

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bpk.distributed.sums import folded, unfolded
-from bpk.extensions import EKFLR
+from bpk.extensions import EKFLR, KFLR, BatchGrad, Variance
 from bpk.extensions.over_batches import Rows
 from tests.bpk.dataset.test_accumulate import assert_same, whole
-from tests.bpk.distributed.many_processes_worker import QUANTITIES, problem
+from tests.bpk.distributed.many_processes_worker import QUANTITIES, problem, without_targets
 from tests.bpk.distributed.processes import run_worlds
 
 pytestmark = [
@@ -105,6 +105,14 @@ def test_bytes_of_kfac(found: dict[tuple[int, int], Found]) -> None:
     for sent in several(found, "counted"):
         assert sent["sums"] - gradient == sum(triangle)
         assert sent["sums"] - gradient + sent["told"] <= 1.1 * sum(triangle)
+
+
+def test_a_process_in_which_no_target_counts(found: dict[tuple[int, int], Found]) -> None:
+    model, x, y = without_targets()
+    expected = whole(model, nn.CrossEntropyLoss(), x, y, Variance(), KFLR(), BatchGrad())
+    assert len(several(found, "no targets")) == 2 + 4
+    for scenario in several(found, "no targets"):
+        assert_same(fields(scenario), expected, 1e-10)
 
 
 def test_samplers(found: dict[tuple[int, int], Found]) -> None:
