@@ -109,8 +109,8 @@ def log_softmax_behind(node: Node) -> Node | None:
 
 
 def weights_of(node: Node, known: Logarithms) -> Tensor:
-    """The factors of the logarithms in a number, which is linear in them."""
-    start = torch.ones_like(engine.like_output(node))
+    """The factors of the negative logarithms in a number, which is linear in them."""
+    start = -torch.ones_like(engine.like_output(node))
     with CTX.quietly():
         (weights,) = pull_back([GradientEdge(node, 0)], [GradientEdge(known.node, 0)], [start])
     assert weights is not None

@@ -150,7 +150,7 @@ def read_weighted(node: Node) -> Record | None:
 
 def with_weights(node: Node, known: Logarithms, rule: Rule = WEIGHTED, *divisor: Tensor) -> Record | None:
     """The record of a cross-entropy whose targets are weights, and of which the `divisor` is known or not."""
-    inputs = known.seen(known.values), known.seen(-weights_of(node, known)), *divisor
+    inputs = known.seen(known.values), known.seen(weights_of(node, known)), *divisor
     options = {"weight": None, "ignore_index": -100, "reduction": "sum", "label_smoothing": 0.0}
     return written(*CROSS_ENTROPY, options, inputs, (known.edge,), node, rule, known.layout)
 
