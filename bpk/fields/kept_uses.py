@@ -15,6 +15,7 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.numeric import FEW_NUMBERS
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.plan.stretch import StretchCall
+from bpk.recording.changed import Changed, Stamp, changed, stamp
 
 
 class KeptRows(Uses):
@@ -97,6 +98,27 @@ def lean(uses: Uses) -> Uses | dict[Hashable, Tensor]:
         return rows
     kept = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in uses.uses]
     return Uses(uses.param, uses.batch_size, kept, loss_scale=uses.loss_scale)
+
+
+def stamps_of(uses: Uses) -> list[list[Stamp]]:
+    """For each use, what tells later whether parameters that its rule may read still have their values."""
+    plain = [use.rule.sums_by_product for use in uses.uses]
+    return [[] if plain[k] else list(map(stamp, use.call.params.values())) for k, use in enumerate(uses.uses)]
+
+
+def as_noted(uses: Uses, stamps: list[list[Stamp]]) -> Uses:
+    """The uses with stand-ins for parameters that were changed meanwhile: a rule that reads one of these says so."""
+    found = list(uses.uses)
+    for k, (use, known) in enumerate(zip(uses.uses, stamps, strict=True)):
+        call = use.call
+        gone = changed(call.params, known) if known else []
+        if gone:
+            where = f"the layer with '{use.name}' {list(uses.param.shape)}"
+            seen = call.seen_with(call.options)  # what was computed of its parameters is forgotten
+            seen.pull = call.pull
+            seen.params.update({name: Changed.of(where, name, call.params[name]) for name in gone})
+            found[k] = replace(use, call=seen)
+    return Uses(uses.param, uses.batch_size, found, loss_scale=uses.loss_scale)
 
 
 def merged(before: list[Use], uses: list[Use]) -> list[Use]:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpk.fields.kept_uses import KeptRows, Together, are_small, lean
+from bpk.fields.kept_uses import KeptRows, Together, are_small, as_noted, lean, stamps_of
 from bpk.fields.statistics import Uses
 from bpk.fields.values import value_of
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.quantity import Quantity
+from bpk.recording.changed import Stamp
 from bpk.recording.context.state import CTX
 
 
@@ -26,7 +27,7 @@ class Totals:
     def __init__(self, extensions: Sequence[Quantity]) -> None:
         self.extensions = extensions
         self.totals: dict[int, Tensor] = {}
-        self.kept: dict[int, list[tuple[int, Uses]]] = {}
+        self.kept: dict[int, list[tuple[int, Uses, list[list[Stamp]]]]] = {}
         self.together: dict[tuple[int, torch.device, torch.dtype, torch.dtype, int], Together] = {}
 
     def keep(self, index: int, uses: Uses) -> None:
@@ -41,7 +42,7 @@ class Totals:
             return
         whole = KeptRows(uses, kept) if isinstance(kept, dict) else kept
         self.add(index, whole)
-        known.append((index, whole))
+        known.append((index, whole, [] if isinstance(whole, KeptRows) else stamps_of(whole)))
 
     def add(self, index: int, kept: Uses) -> None:
         """Add the share of some uses."""
@@ -58,8 +59,9 @@ class Totals:
     def values(self) -> Iterator[tuple[Tensor, str, Any]]:
         """The parameters, the names of the fields, and their values, now that nothing more will come."""
         by_device: dict[torch.device, list[tuple[int, Uses]]] = {}
-        for index, uses in (each for kept in self.kept.values() for each in kept):
-            by_device.setdefault(uses.param.device, []).append((index, uses))
+        for index, uses, stamps in (each for kept in self.kept.values() for each in kept):
+            seen = as_noted(uses, stamps) if stamps else uses
+            by_device.setdefault(uses.param.device, []).append((index, seen))
         for (index, device, *_), joint in self.together.items():
             with CTX.quietly(device=device):
                 joint.join()

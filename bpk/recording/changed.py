@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 
 from bpk.jacobians.core.errors import explain
 from bpk.jacobians.core.nested import tensors_in
-from bpk.recording.membership import path_of
 
 Stamp = tuple[int, int | torch.SymInt, tuple[int, ...], UntypedStorage] | None
 """The version of a tensor, and where its values are in which memory (which nobody else gets meanwhile)."""
@@ -54,12 +53,12 @@ class Changed(Tensor):
     message: str
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, param: Tensor) -> Changed:
-        """In the place of a layer's parameter, buffer or argument."""
+    def of(cls, where: str, name: str, param: Tensor) -> Changed:
+        """In the place of a parameter, buffer or argument of the layer that is called so (`where_is`)."""
         numbers = param.is_floating_point() or param.is_complex()
         made = torch.full_like(param, torch.nan if numbers else 0, requires_grad=False).as_subclass(cls)
         made.message = explain(
-            f"'{name}' of '{path_of(module)}' ({type(module).__name__}) was changed after the layer had used it.",
+            f"'{name}' of {where} was changed after the layer had used it.",
             "the Jacobian would be computed from the wrong values.",
             "change it (optimizer.step(), load_state_dict, p.data = ...) after the backward pass.",
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import WithArguments
 from bpk.recording.changed import Changed, Stamp, is_changed, stamp
-from bpk.recording.membership import MARK, Mark, is_users
+from bpk.recording.membership import MARK, Mark, is_users, where_is
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
 """Types of hyperparameters."""
@@ -126,7 +126,7 @@ class Hyperparameters:
         """The same of options that have tensors among them."""
         assert self.module is not None
         lost = [(name, x) for name, x in tensors_of(options) if is_changed(x, self.given.get(name))]
-        gone = {name: Changed.of(self.module, name, x) for name, x in lost}
+        gone = {name: Changed.of(where_is(self.module), name, x) for name, x in lost}
         if not isinstance(options, WithArguments):
             return dataclasses.replace(options, **gone) if gone else options
         module = self.as_called(options.module)
@@ -140,7 +140,8 @@ class Hyperparameters:
         gone = {name for name, (x, known) in self.buffers.items() if is_changed(x, known)}
         if COUNT in gone and not self.plain.get("training"):
             gone.update(COUNTED)
-        buffers = {name: Changed.of(module, name, x) if name in gone else x for name, (x, _) in self.buffers.items()}
+        where = where_is(module)
+        buffers = {name: Changed.of(where, name, x) if name in gone else x for name, (x, _) in self.buffers.items()}
         made.__dict__.update(self.plain, _buffers={**module._buffers, **buffers})
         return made
 

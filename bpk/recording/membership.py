@@ -73,6 +73,11 @@ def path_of(module: nn.Module) -> str:
     return module.__dict__.get("_bpk_path", "") or type(module).__name__
 
 
+def where_is(module: nn.Module) -> str:
+    """A layer by its path and its class, for messages."""
+    return f"'{path_of(module)}' ({type(module).__name__})"
+
+
 def mark_as(module: nn.Module, fields: Mapping[str, Any]) -> None:
     """Note that a module is extended if the one with these attributes is."""
     if MARK in fields:

@@ -29,7 +29,7 @@ from bpk.recording.graph.connections import VERSION, Connected
 from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.ports import MatrixLayout
 from bpk.recording.hyperparameters import hyperparameters_of
-from bpk.recording.membership import path_of
+from bpk.recording.membership import path_of, where_is
 
 LIVE: set[weakref.ref[Record]] = set()
 """The records that exist. They say themselves whether they still await a backward pass."""
@@ -139,7 +139,7 @@ class Record(Connected):
     @property
     def where(self) -> str:
         """The layer by its path and its class, for messages."""
-        return f"'{path_of(self.module)}' ({type(self.module).__name__})"
+        return where_is(self.module)
 
     def call(self) -> Call:
         """What the rule gets to see; refuses if a saved tensor was overwritten since."""
@@ -159,7 +159,7 @@ class Record(Connected):
         """The call with these tensors as inputs, as the rule sees them; the values of parameters may be `gone`."""
         params = self.params
         if gone:
-            params = {**params, **{name: Changed.of(self.module, name, params[name]) for name in gone}}
+            params = {**params, **{name: Changed.of(self.where, name, params[name]) for name in gone}}
         binding, axes = self.binding, (self.shifted,)
         options = self.hyperparameters.as_called(binding.options)
         moved = self.shifted or binding.axes or binding.out_axes

@@ -91,6 +91,27 @@ def test_fields_are_those_of_the_parameters_before(name: str, extension: type[Ba
     same(fields(steps=True), fields(steps=False))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_that_need_all_norms(name: str) -> None:
+    """Clipped sums are made at the end: right, or refused where a rule would read a parameter that was changed."""
+    torch.manual_seed(0)
+    start, x, y = MODELS[name]().double(), torch.randn(5, 3, 4).double(), torch.arange(5) % 4
+    found: list[list[Tensor]] = []
+    for steps in (False, True):
+        model, loss_fn = bpk.extend(copy.deepcopy(start)), bpk.extend(nn.CrossEntropyLoss())
+        for p in model.parameters() if steps else ():
+            p.register_post_accumulate_grad_hook(torch.no_grad()(lambda p: p.sub_(p.grad)))
+        with bpk.backpack(E.ClippedGrad(0.1)):
+            loss = loss_fn(model(x), y)
+            if steps and name == "recurrent":
+                with pytest.raises(RuntimeError, match=r"'weight_\w*' of the layer with .* was changed after"):
+                    loss.backward()
+                return
+            loss.backward()
+        found.append([p.clipped_grad for p in model.parameters()])
+    same(found[1], found[0])
+
+
 @pytest.mark.parametrize("extension", QUANTITIES, ids=lambda e: e.__name__)
 @pytest.mark.parametrize("name", ["attention", "recurrent", "linear"])
 def test_fields_are_there_in_the_hook(name: str, extension: type[BackpropExtension]) -> None:
