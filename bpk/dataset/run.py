@@ -108,9 +108,9 @@ class Runner:
                 loss = self.step(self.model, self.loss_fn, batch)
             self.loss = loss  # until the next one: freed before, the heap would shrink and grow, page by page
             value = self.checked(number, loss)
-            if is_nan(value) and self.divisor is not None and self.given_divisor(number, batch) != 0:
+            if cmath.isnan(value) and self.divisor is not None and self.given_divisor(number, batch) != 0:
                 raise not_finite(number, f"a loss of {value}")
-            self.context.must_be_empty = is_nan(value)
+            self.context.must_be_empty = cmath.isnan(value)
             try:
                 loss.backward()
             except NotEmpty:
@@ -118,14 +118,14 @@ class Runner:
         one = OneBatch(self.taken(number), self.size_of(number, batch), value)
         if one.size.divisor == 0:
             self.require_nothing(number, one)
-        elif is_nan(value):
+        elif cmath.isnan(value):
             raise not_finite(number, f"a loss of {value}")
         return one
 
     def require_nothing(self, number: int, one: OneBatch) -> None:
         """Refuse a batch with a divisor of zero that brings more than its samples: a mean over no targets adds none."""
         gradients = [x for parts in one.fields[GRADIENT].values() for x in parts.values()]
-        if is_nan(one.loss):
+        if cmath.isnan(one.loss):
             one.loss = 0.0
         if one.loss or any(bool(x.any()) for x in gradients):
             raise not_finite(number, "a divisor of 0, and a loss or a gradient that is not zero")
@@ -145,7 +145,7 @@ class Runner:
                 "let step(model, loss_fn, batch) return loss_fn(...), a scalar, outside of torch.inference_mode().",
             )
         value: float = loss.item()
-        if not (cmath.isfinite(value) or (self.takes_empty and is_nan(value))):
+        if not (cmath.isfinite(value) or (self.takes_empty and cmath.isnan(value))):
             raise not_finite(number, f"a loss of {value}")
         return value
 
@@ -219,11 +219,6 @@ def all_finite(tensors: list[Tensor]) -> bool:
     if sums and sums[0].device.type != "cpu":  # where each number that is read waits for all before it
         sums = [torch.stack([x.to(sums[0].device) for x in sums]).sum()]
     return cmath.isfinite(sum([x.item() for x in sums]))
-
-
-def is_nan(value: float) -> bool:
-    """Whether a loss is the mean over nothing, or of what is not finite."""
-    return value != value
 
 
 def described(loss: Any) -> str:

@@ -20,7 +20,7 @@ from bpk.plan.support import require_axis
 from bpk.plan.survey import mixes
 from bpk.recording.context.opened import Pass
 from bpk.recording.graph.known_gradient import KnownGradient
-from bpk.recording.membership import path_of
+from bpk.recording.membership import where_is
 from bpk.recording.record import Record
 
 
@@ -129,7 +129,7 @@ def not_one_number(loss: Record) -> UnsupportedLayer:
 
 def mixed(modules: list[nn.Module]) -> UnsupportedLayer:
     """The refusal where what a sample adds depends on who else is in its batch."""
-    where = f"'{path_of(modules[0])}' ({type(modules[0]).__name__})" if modules else "A function of the model"
+    where = where_is(modules[0]) if modules else "A function of the model"
     return UnsupportedLayer(
         f"{where} mixes the samples of a batch, so that batches do not add up to a data set.",
         "what a sample contributes depends on the others in its batch: one large batch would give something else.",

@@ -102,22 +102,22 @@ def lean(uses: Uses) -> Uses | dict[Hashable, Tensor]:
 
 def stamps_of(uses: Uses) -> list[list[Stamp]]:
     """For each use, what tells later whether parameters that its rule may read still have their values."""
-    plain = [use.rule.sums_by_product for use in uses.uses]
-    return [[] if plain[k] else list(map(stamp, use.call.params.values())) for k, use in enumerate(uses.uses)]
+    return [[] if use.rule.sums_by_product else list(map(stamp, use.call.params.values())) for use in uses.uses]
 
 
 def as_noted(uses: Uses, stamps: list[list[Stamp]]) -> Uses:
     """The uses with stand-ins for parameters that were changed meanwhile: a rule that reads one of these says so."""
-    found = list(uses.uses)
-    for k, (use, known) in enumerate(zip(uses.uses, stamps, strict=True)):
-        call = use.call
-        gone = changed(call.params, known) if known else []
-        if gone:
-            where = f"the layer with '{use.name}' {list(uses.param.shape)}"
-            seen = call.seen_with(call.options)  # what was computed of its parameters is forgotten
-            seen.pull = call.pull
-            seen.params.update({name: Changed.of(where, name, call.params[name]) for name in gone})
-            found[k] = replace(use, call=seen)
+    pairs = zip(uses.uses, stamps, strict=True)
+    gone = [changed(use.call.params, known) if known else [] for use, known in pairs]
+    if not any(gone):
+        return uses
+    found: list[Use] = []
+    for use, names in zip(uses.uses, gone, strict=True):
+        where, call = f"the layer with '{use.name}' {list(uses.param.shape)}", use.call
+        seen = call.seen_with(call.options)  # what was computed of its parameters is forgotten
+        seen.pull = call.pull
+        seen.params.update({name: Changed.of(where, name, call.params[name]) for name in names})
+        found.append(replace(use, call=seen) if names else use)
     return Uses(uses.param, uses.batch_size, found, loss_scale=uses.loss_scale)
 
 

@@ -19,9 +19,8 @@ from bpk.jacobians.core.errors import UnsupportedLayer, explain, runtime_error, 
 from bpk.plan.quantity import FAIL_ERROR, FAIL_WARN, Quantity
 from bpk.plan.sources import Sources
 from bpk.recording import engine
-from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.losses import is_awaited, write_losses
-from bpk.recording.graph.nodes import BILINEAR, FRACTION, Edge, is_linear
+from bpk.recording.graph.nodes import Edge, is_linear
 from bpk.recording.graph.ownership import owner_of
 from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
@@ -88,20 +87,13 @@ def outside_of_losses(roots: Iterable[Edge] | None) -> Outside:
         more = [node for node in consumers[losses.pop()] if node not in reading]
         reading.update(more)
         losses.extend(more)
-    found.curved = {node.name() for node in reading - set(found.losses.values()) if not is_linear_in(node, reading)}
+
+    def reads_loss(edge: Edge) -> bool:  # others are weights, which parameters outside of the models may scale
+        return beyond(edge)[0] in reading
+
+    behind = reading.difference(found.losses.values())
+    found.curved = {node.name() for node in behind if not is_linear(node, reads_loss)}
     return found
-
-
-def is_linear_in(node: Node, reading: Container[Node | None]) -> bool:
-    """Whether a function is linear in those of its arguments that read a loss, where the others are given.
-
-    Others are weights, which a parameter outside of the extended models may scale (`torch.exp(-s) * loss`).
-    """
-    if is_linear(node):
-        return True
-    places = [k for k, edge in enumerate(node.next_functions) if beyond(edge)[0] in reading]
-    name = function_name(node)
-    return (name in BILINEAR and len(places) == 1) or (name == FRACTION and places == [0])
 
 
 def inside_of_loss(loss: Record, node: Node) -> Outside:
@@ -185,15 +177,17 @@ def require_fields(models: Iterable[nn.Module], lost: Container[int], extensions
             continue
         one = len(missing) == 1
         who = f"{'Parameter' if one else 'Parameters'} {', '.join(map(repr, missing))}"
-        what = f"{who} of {type(model).__name__} {'gets' if one else 'get'} no field of "
+        fields = ", ".join(map(str, stops or warns))
+        what = f"{who} of {type(model).__name__} {'gets' if one else 'get'} no field of {fields}."
         if stops:
-            raise UnsupportedLayer(explain(f"{what}{', '.join(map(str, stops))}.", *beside_losses(one)))
+            raise UnsupportedLayer(explain(what, *beside_losses(one)))
+        why = dict.fromkeys([e.savefield for e in warns], beside_losses(one=True))
         for param in missing.values():
-            vars(param).setdefault(NO_FIELD, {}).update({e.savefield: beside_losses(True) for e in warns})
+            vars(param).setdefault(NO_FIELD, {}).update(why)
         case, told = (*missing, *sorted(e.savefield for e in warns)), TOLD.setdefault(model, set())
         if case not in told:
             told.add(case)
-            warn(explain(f"{what}{', '.join(map(str, warns))}.", *beside_losses(one)))
+            warn(explain(what, *beside_losses(one)))
 
 
 def beside_losses(one: bool) -> tuple[str, str]:

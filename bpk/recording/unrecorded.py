@@ -16,7 +16,7 @@ from bpk.recording.activations import store_on
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.ownership import TakingAway
 from bpk.recording.hooks_for_all import all_hooks
-from bpk.recording.membership import path_of
+from bpk.recording.membership import path_of, where_is
 
 
 def is_seen() -> bool:
@@ -53,7 +53,7 @@ def changed_by_hook(module: nn.Module) -> str:
         who = "a forward hook that was put in front (prepend=True) ran before"
         do = "run the forward pass again (from the next one on, the loss is seen first)"
     return explain(
-        f"The loss '{path_of(module)}' ({type(module).__name__}) was not seen as a loss.",
+        f"The loss {where_is(module)} was not seen as a loss.",
         f"{who} bpk's own, and may have changed what it returned; second-order quantities start at what the loss "
         "itself returns.",
         f"{do}, or use first-order extensions.",
@@ -70,7 +70,7 @@ def holds_loss(module: nn.Module, output: Any, results: Mapping[int, Tensor]) ->
 def returns_more(module: nn.Module) -> str:
     """Why what returns a loss beside other things is none."""
     return explain(
-        f"'{path_of(module)}' ({type(module).__name__}) was not seen as a loss.",
+        f"{where_is(module)} was not seen as a loss.",
         "it returns several things, and a loss returns one number: second-order quantities start there.",
         "return the number alone, and keep the others as attributes (self.accuracy = ...), or use first-order "
         "extensions.",

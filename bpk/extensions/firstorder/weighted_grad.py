@@ -51,8 +51,8 @@ class WeightedByNorm(Sums):
 
     def require(self, *sizes: Size) -> None:
         whole = reduce(Size.__add__, sizes)
-        empty = any(size.divisor == 0 for size in sizes)
-        scales = [0.0] if empty else [self.scale(size) for size in (*sizes, whole)]
+        empty = [size for size in sizes if size.divisor == 0]  # its samples have no scale
+        scales = [] if empty else [self.scale(size) for size in (*sizes, whole)]
         if empty or max(scales) - min(scales) > 1e-6 * max(scales):
             divisors = ", ".join(f"{size.divisor} for {size.samples} samples" for size in sizes)
             raise value_error(

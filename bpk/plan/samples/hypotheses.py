@@ -57,9 +57,10 @@ def are_listed(above: Iterable[Record], n: int) -> bool:
     for given in {record.given for record in records}:
         if len(given) != n or len(given[0]) == 0 or len({(len(shape), shape[-1:]) for shape in given}) > 1:
             continue
-        one = [r for r in records if given[0] == (1, n) and r.inputs and r.inputs[0].shape[:2] == (1, n)]
-        read = {id(r.module) for r in one if is_given_data(r)}
-        often = Counter(id(r.module) for r in records if is_given_data(r))
+        readers = [record for record in records if is_given_data(record)]
+        often = Counter(id(record.module) for record in readers)
+        alone = [r for r in readers if r.inputs[0].shape[:2] == (1, n)] if given[0] == (1, n) else []
+        read = {id(record.module) for record in alone}
         if not read or any(often[module] == n for module in read):
             return True
     return False

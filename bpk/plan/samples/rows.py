@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.call import index_of
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.recording.graph.ownership import DISSOLVED
-from bpk.recording.membership import path_of
+from bpk.recording.membership import where_is
 from bpk.recording.record import Record
 
 
@@ -94,7 +94,7 @@ def require_undissolved(placed: Iterable[Record], left: Iterable[nn.Module]) -> 
 def disagree(module: nn.Module) -> UnsupportedLayer:
     """The refusal where two losses of one pass see samples differently."""
     return UnsupportedLayer(
-        f"Two losses see the samples at '{path_of(module)}' ({type(module).__name__}) differently.",
+        f"Two losses see the samples at {where_is(module)} differently.",
         "they have different numbers of samples, or these in different orders or along different axes, so that "
         "contributions cannot be added up.",
         "give all losses of one backward pass the same samples in the same order, batch axis first; or use one "

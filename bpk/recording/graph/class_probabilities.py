@@ -72,10 +72,23 @@ class Logarithms(NamedTuple):
         """One number for each position, in order, as the targets that a cross-entropy sees."""
         return x.reshape(self.others if self.layout is None else self.layout.axes)
 
+    def pulled(self, edge: Edge, start: Tensor) -> Tensor:
+        """The gradient at them of what is at an edge, whose own is the `start`."""
+        node, number = edge
+        assert node is not None
+        with CTX.quietly():
+            (found,) = pull_back([GradientEdge(node, number)], [GradientEdge(self.node, 0)], [start])
+        assert found is not None
+        return found
 
-def logarithms_at(node: Node) -> Logarithms | None:
-    """What a log-softmax has returned, if that is to be known; `None` where samples may share probabilities."""
-    if is_checkpointed(node, "result"):
+
+def logarithms_behind(edge: Edge) -> Logarithms | None:
+    """What the only log-softmax has returned in which a result is linear, if it is made of nothing else.
+
+    `None`, too, where samples may share probabilities, or a checkpoint would compute it once more.
+    """
+    node = None if edge[0] is None else log_softmax_behind(edge[0])
+    if node is None or is_checkpointed(node, "result"):
         return None
     values, edge = engine.saved(node, "result"), node.next_functions[0]
     axis = signed(engine.saved(node, "dim")) % max(1, values.dim())
@@ -110,11 +123,7 @@ def log_softmax_behind(node: Node) -> Node | None:
 
 def weights_of(node: Node, known: Logarithms) -> Tensor:
     """The factors of the negative logarithms in a number, which is linear in them."""
-    start = -torch.ones_like(engine.like_output(node))
-    with CTX.quietly():
-        (weights,) = pull_back([GradientEdge(node, 0)], [GradientEdge(known.node, 0)], [start])
-    assert weights is not None
-    return weights
+    return known.pulled((node, 0), -torch.ones_like(engine.like_output(node)))
 
 
 def positions_in(edge: Edge, known: Logarithms, shape: torch.Size) -> Tensor | None:
@@ -163,9 +172,6 @@ def keeps_classes(edge: Edge, known: Logarithms, shape: Sequence[int]) -> bool:
         return False
     numbers = (torch.arange(count, device=x.device) % NUMBERS + 1).to(x.dtype)
     start = numbers.reshape(-1, *[1] * (len(shape) - 2)).expand(shape)
-    with CTX.quietly():
-        (found,) = pull_back([GradientEdge(edge[0], edge[1])], [GradientEdge(known.node, 0)], [start])
-    assert found is not None
-    found = found.movedim(known.axis, -1)
+    found = known.pulled(edge, start).movedim(known.axis, -1)
     often, most = found[..., :1], 4 * NUMBERS * torch.finfo(x.dtype).eps
     return bool(((found - often * numbers).abs() <= most * often).all())

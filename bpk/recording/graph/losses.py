@@ -27,8 +27,7 @@ from bpk.recording.graph.class_probabilities import (
     CLASSES,
     Logarithms,
     keeps_classes,
-    log_softmax_behind,
-    logarithms_at,
+    logarithms_behind,
     positions_in,
     read_by,
     weights_of,
@@ -143,8 +142,7 @@ def read_weighted(node: Node) -> Record | None:
     `(terms * mask).sum() / mask.sum()`, label smoothing, probabilities as targets, a policy gradient: it is a
     cross-entropy whose targets are those weights, which its gradient says. By what means divide is not known then.
     """
-    end = log_softmax_behind(node)
-    known = None if end is None else logarithms_at(end)
+    known = logarithms_behind((node, 0))
     return None if known is None or known.is_cast else with_weights(node, known)
 
 
@@ -172,8 +170,7 @@ def read_classes(node: Node) -> Record | None:
     x, target, weight, index, number = kept_by(node, "self", "target", "weight", "ignore_index", "reduction")
     reduction, edge = REDUCTIONS[number], beyond(node.next_functions[0])
     options = {"weight": weight, "ignore_index": signed(index), "reduction": reduction}
-    end = None if edge[0] is None or reduction == "none" else log_softmax_behind(edge[0])
-    known = None if end is None else logarithms_at(end)
+    known = None if reduction == "none" else logarithms_behind(edge)
     places = None if known is None else positions_in(edge, known, x.shape)
     if known is None or (places is None and not keeps_classes(edge, known, x.shape)):
         return written(nn.NLLLoss, "F.nll_loss", options, (x, target), node.next_functions, node)

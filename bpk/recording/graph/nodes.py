@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -54,15 +54,23 @@ FRACTION = "Div"
 """Linear in its first argument."""
 
 
-def is_linear(node: Node) -> bool:
-    """Whether autograd's function at a node is linear in all of its differentiable arguments, taken together."""
+def is_differentiable(edge: Edge) -> bool:
+    """Whether an edge leads anywhere."""
+    return edge[0] is not None
+
+
+def is_linear(node: Node, meant: Callable[[Edge], bool] = is_differentiable) -> bool:
+    """Whether autograd's function at a node is linear in the arguments that are meant, taken together.
+
+    The others are given. Default: it is meant of all that are differentiable.
+    """
     if type(node) in engine.PASSING_ON:
         return True
     name = function_name(node)
-    differentiable = [above is not None for above, _ in node.next_functions]
-    if name == FRACTION:
-        return differentiable == [True, False] or differentiable == [True]
-    return name in LINEAR or (name in BILINEAR and sum(differentiable) == 1)
+    if name in LINEAR:
+        return True
+    places = [k for k, edge in enumerate(node.next_functions) if meant(edge)]
+    return places == [0] if name == FRACTION else name in BILINEAR and len(places) == 1
 
 
 def parameter_places(
