@@ -16,7 +16,7 @@ from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
 from bpk.jacobians.core.indices import puts_lists_in_front
-from bpk.jacobians.families.linear_map import LinearMap, Reshaping
+from bpk.jacobians.families.linear_map import Copying, Reshaping
 from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
@@ -53,7 +53,7 @@ ReduceTuple = layer("ReduceTuple", reduce_tuple, home="reduce_tuple")
 
 
 # ---- the rules ---------------------------------------------------------------------------------------
-class Picking(LinearMap):
+class Picking(Copying):
     """`out = x[slices]`: the transposed Jacobian writes into zeros."""
 
     def acts_on(self, call: Call) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.call import Options
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.families.linear_map import LinearMap
+from bpk.jacobians.families.linear_map import Copying
 
 
 def pad_with_zeros(options: Options, x: Tensor) -> Tensor:
@@ -47,16 +47,16 @@ CROPPED: Sizes = {
 ALL = {axes: ADDED[axes] + CROPPED[axes] for axes in ADDED}
 
 
-def over_axes(modules: Iterable[type[nn.Module]], sizes: Sizes, *value: float, **options: Any) -> list[LinearMap]:
+def over_axes(modules: Iterable[type[nn.Module]], sizes: Sizes, *value: float, **options: Any) -> list[Copying]:
     """The rules of layers over one, two and three axes, which may take a `value` to pad with."""
     return [
-        LinearMap(m, axes=axes, examples=[case(m, size, *value, shape=s) for size, s in sizes[axes]], **options)
+        Copying(m, axes=axes, examples=[case(m, size, *value, shape=s) for size, s in sizes[axes]], **options)
         for axes, m in enumerate(modules, 1)
     ]
 
 
 RULES = (
-    LinearMap(
+    Copying(
         Pad,
         linear=pad_without_value,
         functions=(F.pad,),

@@ -13,7 +13,7 @@ from bpk.jacobians.core.conversion import CannotConvert, Conversion, behind_batc
 from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.families.linear_map import LinearMap
+from bpk.jacobians.families.linear_map import Copying
 from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
@@ -52,7 +52,7 @@ MoveDim = layer("MoveDim", move_axis, home="permute")
 
 
 # ---- the rules ---------------------------------------------------------------------------------------
-class Permuting(LinearMap):
+class Permuting(Copying):
     """`out = x.permute(order)`: both products permute the axes of the columns."""
 
     def __init__(

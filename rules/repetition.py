@@ -12,7 +12,7 @@ from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Size, one_by_one, reading, require_constant
 from bpk.jacobians.core.example import case
 from bpk.jacobians.core.generated import layer
-from bpk.jacobians.families.linear_map import LinearMap
+from bpk.jacobians.families.linear_map import Copying
 from bpk.jacobians.rule import Rule
 
 T = torch.Tensor
@@ -40,7 +40,7 @@ MaskedFill = layer("MaskedFill", masked_fill, home="reduction")
 
 
 # ---- the rules ---------------------------------------------------------------------------------------
-class Repeating(LinearMap):
+class Repeating(Copying):
     """`Repeat` and `Expand`, where they keep the number of axes."""
 
     def obstacle(self, call: Call) -> str | None:
@@ -59,7 +59,7 @@ class Expanding(Repeating):
         return collect(mat, call.inputs[0].shape[1:], 2)
 
 
-class Masking(LinearMap):
+class Masking(Copying):
     """`MaskedFill`: entries under the mask do not depend on the input."""
 
     def obstacle(self, call: Call) -> str | None:

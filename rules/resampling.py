@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bpk.jacobians.core.example import case
-from bpk.jacobians.families.linear_map import LinearMap
+from bpk.jacobians.families.linear_map import Copying, LinearMap
 
 
 def shuffled(options: Any, x: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def shuffled(options: Any, x: Tensor) -> Tensor:
 
 RULES = (
     # channels to positions, and back
-    LinearMap(
+    Copying(
         nn.PixelShuffle,
         axes=3,
         functions=(F.pixel_shuffle,),
@@ -28,7 +28,7 @@ RULES = (
             case(nn.PixelShuffle, 2, shape=(2, 2, 4, 1, 2)),
         ),
     ),
-    LinearMap(
+    Copying(
         nn.PixelUnshuffle,
         axes=3,
         functions=(F.pixel_unshuffle,),
@@ -38,7 +38,7 @@ RULES = (
             case(nn.PixelUnshuffle, 2, shape=(2, 2, 1, 2, 4)),
         ),
     ),
-    LinearMap(
+    Copying(
         nn.ChannelShuffle,
         linear=shuffled,
         axes=1,
@@ -50,7 +50,7 @@ RULES = (
         ),
     ),
     # patches to columns, and back (overlapping patches are added)
-    LinearMap(
+    Copying(
         nn.Unfold,
         axes=3,
         functions=(F.unfold,),
@@ -92,7 +92,7 @@ RULES = (
             case(nn.Upsample, (2, 3), mode="area", shape=(2, 1, 3, 4)),
         ),
     ),
-    LinearMap(
+    Copying(
         nn.UpsamplingNearest2d,
         axes=2,
         functions=(F.upsample_nearest,),

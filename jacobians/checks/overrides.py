@@ -31,6 +31,8 @@ def shortcuts(case: Case) -> None:
             outer(case, param)
         if case.exact and second_order:
             kronecker(case, param)
+    if type(case.rule).diagonal_behind is not Rule.diagonal_behind:
+        behind_diagonal(case)
     out = case.call.output[0].numel()
     if case.exact and second_order and out <= BLOCK_LIMIT:
         for wrt in case.reference.wrts:
@@ -89,6 +91,19 @@ def of_diagonal(case: Case, param: str) -> None:
         expected = case.run("squared_sum (default)", Rule.squared_sum, rule, call, mat, param)
         got = case.run("squares_of_diagonal", rule.squares_of_diagonal, call, mat.square().sum(0), param)
         case.same("has_disjoint_rows", got, expected, param, (), "columns with many entries", loosen=4.0)
+
+
+def behind_diagonal(case: Case) -> None:
+    """A diagonal at the output is one at the input: what its columns make there, and nothing beside it."""
+    rule, call = case.rule, case.call
+    diag = case.cotangent(1)[0]
+    got = case.run("diagonal_behind", rule.diagonal_behind, call, diag)
+    if got is None:
+        return
+    columns, signs = factoring.of_diagonal(diag)
+    mats = case.run("jac_t_mat_prod", rule.jac_t_mat_prod, call, columns, 0).flatten(2)
+    expected = torch.einsum("kni,kn,knj->nij", mats, signs, mats)
+    case.same("diagonal_behind", got.flatten(1).diag_embed(), expected, 0, ("sample",), "its columns", loosen=4.0)
 
 
 def individual(case: Case, param: str) -> None:

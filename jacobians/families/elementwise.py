@@ -24,6 +24,8 @@ from bpk.jacobians.rule import Rule
 class Pointwise(Rule):
     """A layer whose Jacobian is diagonal, `out_i = f_i(x_i)`: its products scale by the slope `f_i'(x_i)`."""
 
+    knows_diagonals = True
+
     @abstractmethod
     def slope(self, call: Call) -> Tensor:
         """The diagonal `[N, *in]` of the Jacobian, computed once per call."""
@@ -39,6 +41,9 @@ class Pointwise(Rule):
         if not call.spares or torch.is_grad_enabled() or mat.dtype != slope.dtype:
             return mat * slope
         return torch.mul(mat, slope, out=call.empty(mat.shape, mat))  # the spare memory may be that of `mat`
+
+    def diagonal_behind(self, call: Call, diag: Tensor) -> Tensor | None:
+        return self.jac_t_mat_prod(call, self.jac_t_mat_prod(call, diag[None]))[0]
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`mean_n D_n M D_n = M * (S^T S / N)` with the slopes `S` `[N, D]`: no loop over samples."""

@@ -111,7 +111,16 @@ class LinearMap(ZeroResidual):
         return self._congruence_of_sample(one, matrix, wrt)
 
 
-class Reshaping(LinearMap):
+class Copying(LinearMap):
+    """A linear map whose output has entries of its input, in any order and number, and constants beside them."""
+
+    knows_diagonals = True
+
+    def diagonal_behind(self, call: Call, diag: Tensor) -> Tensor | None:
+        return self.jac_t_mat_prod(call, diag[None])[0]
+
+
+class Reshaping(Copying):
     """A layer whose output has the entries of its input in the same order: both products are views."""
 
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
@@ -131,6 +140,7 @@ class Selection(ZeroResidual):
     its transpose scatters; both share one index tensor over all columns, and windows may overlap.
     """
 
+    knows_diagonals = True
     key = "indices"
     """Under which the indices are kept with a call."""
 
@@ -173,6 +183,9 @@ class Selection(ZeroResidual):
         empty = mat.new_zeros(*rows.shape[:-1], prod(into[-self.axes :]))
         placed = empty.scatter_add_(-1, index.expand(mat.shape[0], *index.shape), rows)
         return placed.reshape(*mat.shape[:2], *into)
+
+    def diagonal_behind(self, call: Call, diag: Tensor) -> Tensor | None:
+        return self.jac_t_mat_prod(call, diag[None])[0]
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """Rows and columns of `M` are added into place, sample by sample."""

@@ -33,6 +33,8 @@ class Normalization(Rule):
     `(R_{w g} v + J (g u), sum over samples and shared axes of g (J v))`.
     """
 
+    knows_diagonals = True
+
     # ---- what a layer declares -------------------------------------------------------------------
     @abstractmethod
     def statistics(self, call: Call) -> Standardized:
@@ -100,6 +102,16 @@ class Normalization(Rule):
         step = max(1, BLOCK // max(1, unit.numel()))
         parts = [self.gather(call, part * unit, "weight") for part in mat.split(step)]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    # ---- diagonals at the output -----------------------------------------------------------------
+    def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
+        at_output = diag * self.unit(call).square() if param == "weight" else diag
+        rows = self.gather(call, at_output[None], param)[0]
+        return rows if per_sample else rows.sum(0)
+
+    def diagonal_behind(self, call: Call, diag: Tensor) -> Tensor | None:
+        known, weight = self.standardized(call), self.weight(call)
+        return known.pull(known.pull(diag[None], weight), weight)[0] if isinstance(known, FixedStatistics) else None
 
     # ---- the second derivative -------------------------------------------------------------------
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:

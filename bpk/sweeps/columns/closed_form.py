@@ -115,7 +115,7 @@ def last_layer(player: Player, step: Step) -> Step | None:
     if at.consumer is not None and len(at.links) == 1 and not at.params:  # functions in between
         at = at.links[0].producer
     by_sample = player.fields_are_rows or player.samples is not None
-    if at.links or not can_take(at) or (by_sample and at.samples_of_rows is not None):
+    if at.links or not at.params or not can_take(at) or (by_sample and at.samples_of_rows is not None):
         return None
     return at
 

@@ -1,11 +1,15 @@
-"""Diagonal residuals, which begin behind elementwise layers: how they pass the layer before without being written out.
+"""Diagonal residuals, which begin behind elementwise layers: how they pass the layers before without being written out.
 
 A diagonal `h` at the output of `W a` for every position adds `sum_t h_ot a_ti^2` to the diagonal in `W`. What reaches
 the input are columns for each entry; where positions are treated one by one, `W^T diag(h_t) W` at each position is the
-sum of twice as many signed columns as an input has features.
+sum of twice as many signed columns as an input has features. Layers in which no entry of the output depends on two of
+the input (elementwise ones, max pooling, BatchNorm in evaluation mode) have a diagonal at their input again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,11 +17,59 @@ from torch import Tensor
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.bordered import polarised
-from bpk.plan.step import Step
+from bpk.plan.step import Link, Step
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, diagonal
 
 EXACT = {torch.float32, torch.float64}
 """Formats whose rounding sums of squares with both signs survive."""
+
+BEHIND = "behind a diagonal"
+"""The name of columns that a diagonal has become at the input of a call."""
+
+
+@dataclass
+class Diagonal:
+    """A diagonal `[N, *out]` at the output of a call, and columns that make it: fewer, maybe, than it has entries."""
+
+    values: Tensor
+    columns: LazyColumns
+
+    def plus(self, other: Diagonal) -> Diagonal:
+        """Both together."""
+        return whole(self.values + other.values)
+
+    def behind(self, rule: Rule, view: Call) -> Diagonal | None:
+        """What is at the input of the call, if that is a diagonal, too."""
+        values = rule.diagonal_behind(view, self.values)
+        if values is None:
+            return None
+        anew = whole(values, BEHIND)
+        return anew if anew.columns.count <= self.columns.count else Diagonal(values, self.columns_behind(rule, view))
+
+    def columns_behind(self, rule: Rule, view: Call) -> LazyColumns:
+        """The columns, at the input of the call."""
+
+        def pull(chunk: Chunk) -> Chunk:
+            mats, signs = chunk
+            return {0: rule.jac_t_mat_prod(view, mats[0], 0)}, signs
+
+        return replace(self.columns.mapped(pull), name=BEHIND)
+
+    def through(self, link: Link) -> Diagonal:
+        """As it is at the output of what feeds an input."""
+        if link.entrance is None:
+            return self
+
+        def back(chunk: Chunk) -> Chunk:
+            mats, signs = chunk
+            return {0: link.back(mats[0])}, signs
+
+        return Diagonal(link.back(self.values[None])[0], self.columns.mapped(back))
+
+
+def whole(values: Tensor, name: Hashable = "residual") -> Diagonal:
+    """A diagonal, with a column for each entry of a sample."""
+    return Diagonal(values, replace(diagonal(values), name=name))
 
 
 def takes(step: Step) -> bool:
@@ -30,7 +82,7 @@ def can_take(step: Step) -> bool:
     call = step.call
     if tied_inside(step):
         return False
-    if step.rule is None or not step.rule.knows_diagonals or not step.params or step.reused:
+    if step.rule is None or not step.rule.knows_diagonals or step.reused:
         return False
     kinds = {x.dtype for x in (*call.inputs, *call.params.values(), call.output)}
     return step.runs and len(call.inputs) == 1 and len(kinds) == 1 and kinds <= EXACT
@@ -44,19 +96,15 @@ def tied_inside(step: Step) -> tuple[str, ...]:
     return tuple([name for name in step.last if sum(p is step.params[name] for p in params) > 1])
 
 
-def behind_diagonal(rule: Rule, view: Call, diag: Tensor) -> LazyColumns:
-    """The columns of a diagonal `[N, *out]` at the input of a call."""
+def behind_diagonal(rule: Rule, view: Call, diag: Diagonal) -> LazyColumns:
+    """The columns of a diagonal at the input of a call."""
     looks_at, dims = rule.acts_on(view), view.inputs[0].dim()
     axes = 0 if looks_at is None else dims - looks_at - 1
-    if axes > 0 and view.inputs[0].shape[: 1 + axes] == diag.shape[: 1 + axes]:
-        return by_position(rule, view, diag, axes)
-    units = diagonal(diag)
-
-    def make(start: int, stop: int) -> Chunk:
-        mats, signs = units.make(start, stop)
-        return {0: rule.jac_t_mat_prod(view, mats[0], 0)}, signs
-
-    return LazyColumns(units.count, make, "behind a diagonal")
+    if axes > 0 and view.inputs[0].shape[: 1 + axes] == diag.values.shape[: 1 + axes]:
+        found = by_position(rule, view, diag.values, axes)
+        if found.count <= diag.columns.count:
+            return found
+    return diag.columns_behind(rule, view)
 
 
 def by_position(rule: Rule, view: Call, diag: Tensor, axes: int) -> LazyColumns:
@@ -78,4 +126,4 @@ def by_position(rule: Rule, view: Call, diag: Tensor, axes: int) -> LazyColumns:
         mats: dict[Wrt, Tensor] = {0: spread.reshape(len(here), *shape)}
         return mats, signs[column, :, position]
 
-    return LazyColumns(len(sent) * positions, make, "behind a diagonal")
+    return LazyColumns(len(sent) * positions, make, BEHIND)

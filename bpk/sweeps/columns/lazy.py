@@ -63,7 +63,7 @@ def as_lazy(columns: Mapping[Wrt, Tensor], signs: Tensor | None, name: Hashable 
 
 
 def diagonal(diag: Tensor) -> LazyColumns:
-    """A diagonal residual `[N, *in]`: each column has one entry per sample."""
+    """A diagonal `[N, *in]`, such as a residual: each column has one entry per sample."""
     flat = diag.flatten(1) if diag.dim() > 1 else diag[:, None]
     root, signs = signed_roots(flat)
 

@@ -15,9 +15,9 @@ from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns.column_sweep import ColumnSweep
-from bpk.sweeps.columns.diagonals import behind_diagonal, takes, tied_inside
+from bpk.sweeps.columns.diagonals import Diagonal, behind_diagonal, takes, tied_inside, whole
 from bpk.sweeps.columns.enumerated import Enumerated
-from bpk.sweeps.columns.lazy import LazyColumns, StartingColumns, as_lazy, diagonal, split_rows
+from bpk.sweeps.columns.lazy import LazyColumns, StartingColumns, as_lazy, split_rows
 from bpk.sweeps.stretches.curved import CurvedStretch
 
 
@@ -33,7 +33,7 @@ class SignedHessian(ColumnSweep):
 
     def prepare(self) -> None:
         super().prepare()
-        self.diagonals: dict[Step, Tensor] = {}
+        self.diagonals: dict[Step, Diagonal] = {}
 
     def may_be_closed(self, step: Step) -> bool:
         return True
@@ -57,8 +57,13 @@ class SignedHessian(ColumnSweep):
         rule, view = step.rule_at(self.samples), step.view(self.samples)
         step.reached = True
         for name in step.params:
-            self.settle_squares(step, name, partial(rule.squares_of_diagonal, view, diag, name))
-        return [behind_diagonal(rule, view, diag)] if step.links else []
+            self.settle_squares(step, name, partial(rule.squares_of_diagonal, view, diag.values, name))
+        if not step.links:
+            return []
+        behind = diag.behind(rule, view)
+        if behind is None:
+            return [behind_diagonal(rule, view, diag)]
+        return [] if self.starts_later(step, behind) else [behind.columns]
 
     def settle_squares(self, step: Step, name: str, squares: Callable[[bool], Tensor]) -> None:
         """Note what some columns add to the squares of a parameter."""
@@ -71,19 +76,19 @@ class SignedHessian(ColumnSweep):
         )
         self.settle(step.params[name], [use], step.batch_size)
 
-    def starts_later(self, step: Step, diag: Tensor) -> bool:
-        """Leave the diagonal residual of a call to the call before, where that has a shorter way."""
+    def starts_later(self, step: Step, diag: Diagonal) -> bool:
+        """Leave a diagonal at the input of a call to the call before, where that has a shorter way."""
         link = step.links[0]
         at = link.producer
         if (
             self.deposits is None
             or step.samples_of_rows is not None
-            or diag.dtype is not at.call.output.dtype
+            or diag.values.dtype is not at.call.output.dtype
             or not takes(at)
         ):
             return False
-        back = link.back(diag[None])[0]
-        self.diagonals[at] = self.diagonals[at] + back if at in self.diagonals else back
+        back = diag.through(link)
+        self.diagonals[at] = self.diagonals[at].plus(back) if at in self.diagonals else back
         return True
 
     def at_loss(self, step: Step) -> list[StartingColumns]:
@@ -117,8 +122,8 @@ class SignedHessian(ColumnSweep):
                     squares = to_samples(squares[None], step.samples_of_rows, step.batch_size)[0]
                 self.settle_squares(step, wrts[0], partial(by_sample_or_not, squares))
             elif kind is Residual.DIAGONAL and wrts == (0,) and self.at_most is not None:
-                diag = rule.residual_diag(view, grad)
-                found += [] if self.starts_later(step, diag) else [diagonal(diag)]
+                diag = whole(rule.residual_diag(view, grad))
+                found += [] if self.starts_later(step, diag) else [diag.columns]
             elif not shared and wrts == joint and (rows := Enumerated(step, self.samples, grad)).saves:
                 found.append(rows.columns())
             else:
@@ -137,7 +142,7 @@ class SignedHessian(ColumnSweep):
             squares = self.rows(squares) if per_sample and not step.mixed else squares
             self.settle_squares(step, name, partial(by_sample_or_not if per_sample else summed, squares))
         diag = stretch.diagonal() if 0 in step.links and takes(step.links[0].producer) else None
-        if diag is not None and self.starts_later(step, self.rows(diag)):
+        if diag is not None and self.starts_later(step, whole(self.rows(diag))):
             return []
         return stretch.columns(self.rows)
 

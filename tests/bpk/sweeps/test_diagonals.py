@@ -1,0 +1,138 @@
+"""Diagonal residuals on their way through layers in which no entry of the output depends on two of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk.extensions import BatchDiagHessian, DiagHessian
+from bpk.sweeps.columns.run import Run
+from tests.helpers import extended
+
+CHANNELS, SIZE, CLASSES = 2, 4, 3
+
+
+def ending_with(*layers: nn.Module) -> nn.Sequential:
+    """The layers and a linear one, after a step of training that moves statistics, all of them in evaluation mode."""
+    body = nn.Sequential(*layers, nn.Flatten())
+    torch.manual_seed(1)
+    features = body(torch.randn(8, CHANNELS, SIZE, SIZE)).shape[1]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, CLASSES)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    return model
+
+
+NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
+    "batch norm": lambda: ending_with(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.SiLU(), nn.Conv2d(3, 2, 2), nn.BatchNorm2d(2), nn.Tanh()
+    ),
+    "pooling in front": lambda: ending_with(
+        nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.MaxPool2d(2), nn.SiLU(), nn.Conv2d(3, 2, 2), nn.Tanh()
+    ),
+    "windows that overlap": lambda: ending_with(
+        nn.Conv2d(2, 2, 1), nn.MaxPool2d(3, 1), nn.GELU(), nn.Conv2d(2, 3, 1), nn.AvgPool2d(2, 1), nn.Tanh()
+    ),
+    "elementwise layers in a row": lambda: ending_with(
+        nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Sigmoid(), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.ELU()
+    ),
+    "no layer in front": lambda: ending_with(nn.Tanh(), nn.Sigmoid(), nn.Conv2d(2, 2, 2)),
+    "copies": lambda: ending_with(
+        nn.Conv2d(2, 2, 3), nn.Upsample(scale_factor=2), nn.Tanh(), nn.ReflectionPad2d(1), nn.Sigmoid(),
+        nn.Conv2d(2, 4, 3, stride=2), nn.PixelShuffle(2), nn.GELU(),
+    ),
+    "channels apart": lambda: ending_with(
+        nn.Conv2d(2, 4, (1, 3)), nn.BatchNorm2d(4), nn.Conv2d(4, 4, (2, 1), groups=4), nn.BatchNorm2d(4), nn.ELU()
+    ),
+    "statistics of the input": lambda: ending_with(
+        nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(),
+        nn.Conv2d(4, 2, 2), nn.InstanceNorm2d(2, affine=True), nn.Tanh(),
+    ),
+    "features": lambda: ending_with(
+        nn.Flatten(2), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4), nn.RMSNorm(4), nn.Sigmoid()
+    ),
+}  # fmt: skip
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "cross entropy": (nn.CrossEntropyLoss, lambda n: torch.arange(n) % CLASSES),
+    "squares": (nn.MSELoss, lambda n: torch.linspace(-1, 1, n * CLASSES).view(n, CLASSES).double()),
+}
+
+
+def hessian_diagonals(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    """One for each parameter, entry by entry."""
+    params = list(model.parameters())
+    found = []
+    for p, grad in zip(params, torch.autograd.grad(loss, params, create_graph=True), strict=True):
+        rows = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten() for g in grad.flatten()]
+        found.append(torch.stack(rows).diagonal().view_as(p))
+    return found
+
+
+def compare(model: nn.Sequential, loss_fn: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Individual Hessian diagonals and their sum against plain autograd."""
+    singles = [hessian_diagonals(model, loss_fn(model(x[n : n + 1]), y[n : n + 1]) / len(x)) for n in range(len(x))]
+    expected = [torch.stack(of_param) for of_param in zip(*singles, strict=True)]
+    extended(model, loss_fn)
+    with bpk.backpack(DiagHessian(), BatchDiagHessian()):
+        loss_fn(model(x), y).backward()
+    for p, rows in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h_batch, rows, rtol=1e-8, atol=1e-11)
+        torch.testing.assert_close(p.diag_h, rows.sum(0), rtol=1e-8, atol=1e-11)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(3, CHANNELS, SIZE, SIZE).double(), torch.tensor([0, 2, 1])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_diagonals_are_those_of_autograd(network: str, loss: str) -> None:
+    make, targets = LOSSES[loss]
+    compare(NETWORKS[network](), make(), data()[0], targets(3))
+
+
+def test_dropout_that_draws() -> None:
+    """The diagonal is scaled by the square of what was drawn."""
+    (x, y), model, loss_fn = data(), NETWORKS["elementwise layers in a row"](), nn.CrossEntropyLoss()
+    model[4].train()
+    torch.manual_seed(5)
+    expected = hessian_diagonals(model, loss_fn(model(x), y))
+    extended(model, loss_fn)
+    torch.manual_seed(5)
+    with bpk.backpack(DiagHessian()):
+        loss_fn(model(x), y).backward()
+    for p, diagonal in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """At which layers columns begin, and how many."""
+    found: list[tuple[str, int]] = []
+    start = Run.start
+
+    def noted(self: Run, step: object, key: object, chunk: tuple, *args: object) -> None:
+        found.append((type(step.record.module).__name__, sum(len(mat) for mat in chunk[0].values())))
+        start(self, step, key, chunk, *args)
+
+    monkeypatch.setattr(Run, "start", noted)
+    return found
+
+
+def test_the_first_layer_needs_no_columns(begun: list[tuple[str, int]]) -> None:
+    """Nothing is behind the first convolution: the diagonal of the curvature is enough there."""
+    compare(ending_with(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.SiLU()), nn.CrossEntropyLoss(), *data())
+    assert {name for name, _ in begun} == {"CrossEntropyLoss"}
+
+
+def test_no_more_columns_than_entries_where_a_diagonal_began(begun: list[tuple[str, int]]) -> None:
+    """Behind max pooling the diagonal has more entries, most of which are zero."""
+    layers = (nn.Conv2d(2, 2, 1), nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.MaxPool2d(2), nn.SiLU())
+    compare(ending_with(*layers), nn.CrossEntropyLoss(), *data())
+    assert sum(count for name, count in begun if name == "Conv2d") == 3 * (SIZE // 2) ** 2
