@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.convolution.by_library import ByLibrary, weight_gradient
 from bpk.jacobians.convolution.moments import patch_moment, shares_enough
+from bpk.jacobians.convolution.sizes import leftover, tuple_of
 from bpk.jacobians.convolution.unfold import pad_adjoint, unfold, unfold_transposed
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
@@ -24,26 +25,6 @@ from bpk.jacobians.families.affine import Affine
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-
-
-def tuple_of(value: Any, length: int) -> tuple[int, ...]:
-    """An option given once for all axes, or once per axis."""
-    # a number may be one of numpy; tuples are asked for first, because `Sequence` answers in Python
-    given = tuple(value) if isinstance(value, (tuple, Sequence)) else (value,)
-    return given * length if len(given) == 1 else given
-
-
-def leftover(
-    long: Sequence[int],
-    short: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    kernel: Sequence[int],
-) -> list[int]:
-    """The output padding that makes a transposed convolution lead from size `short` to size `long`."""
-    axes = zip(long, short, stride, padding, dilation, kernel, strict=True)
-    return [wanted - ((n - 1) * s - 2 * p + d * (k - 1) + 1) for wanted, n, s, p, d, k in axes]
 
 
 def stacked(parts: list[Tensor]) -> Tensor:
@@ -96,7 +77,12 @@ class ChannelsFirst(Affine):
         return columns.expand(v, n, g, o, size.numel()).reshape(v, n, g * o, *size)
 
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
-        return stacked([self.apply(call, call.inputs[0], weight) for weight in mat])
+        out = self.apply(call, call.inputs[0], self.side_by_side(call, mat))
+        return out.unflatten(1, (call.options.groups, len(mat), -1)).movedim(2, 0).flatten(2, 3)
+
+    @abstractmethod
+    def side_by_side(self, call: Call, weights: Tensor) -> Tensor:
+        """`V` weights `[V, *p]` as one, with the channels of the output `[G, V, O]`."""
 
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
         return stacked([self.gradient(call, m, call.inputs[0]) for m in mat])
@@ -151,6 +137,9 @@ class Conv(ByLibrary, ChannelsFirst):
 
     def apply(self, call: Call, x: Tensor, weight: Tensor) -> Tensor:
         return self.forward(call.options, (x,), {"weight": weight})
+
+    def side_by_side(self, call: Call, weights: Tensor) -> Tensor:
+        return weights.unflatten(1, (call.options.groups, -1)).transpose(0, 1).flatten(0, 2)
 
     def apply_adjoint(self, call: Call, g: Tensor, weight: Tensor) -> Tensor:
         options, kernel, shape = call.options, weight.shape[2:], call.inputs[0].shape[2:]
@@ -217,6 +206,9 @@ class ConvTranspose(ChannelsFirst):
         # from the output's size, which `forward(x, output_size)` may have chosen
         rest = leftover(call.output.shape[2:], x.shape[2:], *self.steps(call.options), weight.shape[2:])
         return self._run(call.options, x, weight, None, rest)
+
+    def side_by_side(self, call: Call, weights: Tensor) -> Tensor:
+        return weights.movedim(0, 1).flatten(1, 2)
 
     def apply_adjoint(self, call: Call, g: Tensor, weight: Tensor) -> Tensor:
         back = CONV[self.axes](g, weight, None, *self.steps(call.options), call.options.groups)

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from bpk.fields.arrived import ClosedForm, Use
+from bpk.fields.arrived import ClosedForm, Columns, Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.products import Residual
@@ -18,6 +18,7 @@ from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.diagonals import Diagonal, behind_diagonal, takes, tied_inside, whole
 from bpk.sweeps.columns.enumerated import Enumerated
 from bpk.sweeps.columns.lazy import LazyColumns, StartingColumns, as_lazy, split_rows
+from bpk.sweeps.columns.tangents import QuadraticForm, Tangents, calls_behind, is_flat
 from bpk.sweeps.stretches.curved import CurvedStretch
 
 
@@ -34,11 +35,14 @@ class SignedHessian(ColumnSweep):
     def prepare(self) -> None:
         super().prepare()
         self.diagonals: dict[Step, Diagonal] = {}
+        self.is_done = False
 
     def may_be_closed(self, step: Step) -> bool:
         return True
 
     def on_the_way(self, step: Step) -> list[StartingColumns]:
+        if self.is_done:
+            return []
         if step.rule is None:
             raise UnsupportedLayer(
                 f"The Hessian cannot pass {step.where}, which has a module extension and no rule.",
@@ -62,8 +66,30 @@ class SignedHessian(ColumnSweep):
             return []
         behind = diag.behind(rule, view)
         if behind is None:
-            return [behind_diagonal(rule, view, diag)]
+            columns = behind_diagonal(rule, view, diag)
+            return [] if self.ends_with_tangents(step, diag, columns.count) else [columns]
         return [] if self.starts_later(step, behind) else [behind.columns]
+
+    def ends_with_tangents(self, step: Step, diag: Diagonal, count: int) -> bool:
+        """Do all that is behind a call by tangents, if these are fewer, and no columns are under way elsewhere."""
+        run, deposits, waiting = self.run, self.deposits, self.run.waiting.get(step, Columns())
+        elsewhere = self.diagonals or run.uses or run.waiting.keys() - {step}
+        if elsewhere or deposits is None or deposits.before or not is_flat(step, self.samples):
+            return False
+        behind = calls_behind(self.plan, step, count + sum(map(len, waiting.blocks.values())))
+        if not behind or any(mat.dtype is not diag.values.dtype for mat in waiting.blocks.values()):
+            return False
+        if run.waiting.pop(step, None) is not None:
+            self.note(run.uses, step, step.view(self.samples), step.rule_at(self.samples), waiting)
+            self.settle_last(run.uses, step)
+        tangents = Tangents(step, behind, QuadraticForm(diag, waiting), self.samples, self.chunk)
+        grads = {at: self.rows(at.grad) for at in behind}
+        for at in behind:
+            at.reached = True
+            for name in at.params:
+                self.settle_squares(at, name, partial(by_sample_or_not, tangents.squares(at, name, grads)))
+        self.is_done = True
+        return True
 
     def settle_squares(self, step: Step, name: str, squares: Callable[[bool], Tensor]) -> None:
         """Note what some columns add to the squares of a parameter."""

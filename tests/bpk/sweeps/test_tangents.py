@@ -1,0 +1,172 @@
+"""The first layers by tangents, where they have fewer weights than a curved layer above them has entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bpk
+from bpk.extensions import BatchDiagHessian, DiagHessian
+from bpk.sweeps.columns.tangents import Tangents
+from tests.bpk.sweeps.test_diagonals import compare, data, ending_with, hessian_diagonals
+from tests.helpers import extended
+
+
+class First(nn.Module):
+    """The first of several results."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class Itself(nn.Module):
+    """Attention of a sequence to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x, need_weights=False)[0]
+
+
+class Around(nn.Module):
+    """`x + f(x)`."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class Twice(nn.Module):
+    """A layer that is called in front of others and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.wide = nn.Linear(4, 4), nn.Linear(4, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nn.functional.pad(self.wide(self.own(x).tanh()).tanh(), (0, 0))
+        return self.own(hidden[..., :4])
+
+
+def sequences() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(3, 8, 2).double()
+
+
+def spread(*layers: nn.Module, size: int = 16) -> list[nn.Module]:
+    """Layers with few parameters, and one with many outputs and a curved one above them."""
+    return [*layers, nn.Flatten(), nn.Linear(size, 32), nn.Tanh()]
+
+
+CONVOLUTIONS: dict[str, Callable[[], nn.Sequential]] = {
+    "linear in between": lambda: ending_with(
+        nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 8, 2), nn.BatchNorm2d(8), nn.ELU()
+    ),
+    "curved in between": lambda: ending_with(nn.Conv2d(2, 1, 2), nn.Tanh(), nn.Conv2d(1, 12, 2), nn.SiLU()),
+    "groups": lambda: ending_with(nn.Conv2d(2, 2, (1, 2), groups=2), nn.Sigmoid(), nn.Conv2d(2, 10, 2), nn.SiLU()),
+    "transposed": lambda: ending_with(nn.ConvTranspose2d(2, 2, 2, groups=2), nn.Tanh(), nn.Conv2d(2, 6, 2), nn.SiLU()),
+    "around": lambda: ending_with(
+        nn.Conv2d(2, 2, 1), Around(nn.Conv2d(2, 2, 1), nn.Tanh()), nn.Conv2d(2, 8, 2), nn.Tanh()
+    ),
+    "statistics of the input": lambda: ending_with(nn.GroupNorm(1, 2), nn.Conv2d(2, 8, 2), nn.Tanh()),
+}
+SEQUENCES: dict[str, Callable[[], list[nn.Module]]] = {
+    "recurrent": lambda: spread(First(nn.GRU(2, 1, batch_first=True)), size=8),
+    "attention": lambda: spread(Itself()),
+    "layer norm": lambda: spread(nn.LayerNorm(2)),
+    "several": lambda: spread(nn.Linear(2, 2), nn.Softplus(), nn.PReLU()),
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The parameters whose diagonal is made of tangents."""
+    found: list[str] = []
+    squares = Tangents.squares
+
+    def noted(self: Tangents, step: object, name: str, grads: object) -> Tensor:
+        found.append(name)
+        return squares(self, step, name, grads)
+
+    monkeypatch.setattr(Tangents, "squares", noted)
+    return found
+
+
+@pytest.mark.parametrize("network", CONVOLUTIONS)
+def test_first_convolutions(network: str, asked: list[str]) -> None:
+    compare(CONVOLUTIONS[network](), nn.CrossEntropyLoss(), *data())
+    assert asked
+
+
+@pytest.mark.parametrize("network", SEQUENCES)
+def test_layers_of_sequences(network: str, asked: list[str]) -> None:
+    """Also of layers that are curved in their own parameters."""
+    layers = SEQUENCES[network]()
+    torch.manual_seed(1)
+    model = nn.Sequential(*layers, nn.Linear(32, 3)).double()
+    compare(model, nn.CrossEntropyLoss(), sequences(), torch.tensor([0, 2, 1]))
+    assert asked
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 1000])
+def test_a_few_at_a_time(chunk_size: int, asked: list[str]) -> None:
+    x, y = data()
+    model, loss_fn = CONVOLUTIONS["linear in between"](), nn.CrossEntropyLoss()
+    expected = hessian_diagonals(model, loss_fn(model(x), y))
+    extended(model, loss_fn)
+    with bpk.backpack(DiagHessian(), chunk_size=chunk_size):
+        loss_fn(model(x), y).backward()
+    for p, diagonal in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
+
+
+def test_some_samples(asked: list[str]) -> None:
+    x, y = data()
+    model, loss_fn = CONVOLUTIONS["curved in between"](), nn.CrossEntropyLoss()
+    chosen = [hessian_diagonals(model, loss_fn(model(x[n : n + 1]), y[n : n + 1]) / len(x)) for n in (2, 0)]
+    extended(model, loss_fn)
+    with bpk.backpack(BatchDiagHessian(subsampling=[2, 0])):
+        loss_fn(model(x), y).backward()
+    for k, p in enumerate(model.parameters()):
+        torch.testing.assert_close(p.diag_h_batch, torch.stack([of[k] for of in chosen]), rtol=1e-8, atol=1e-11)
+    assert asked
+
+
+def test_a_layer_in_front_and_behind_goes_by_columns(asked: list[str]) -> None:
+    torch.manual_seed(0)
+    model, x = Twice().double(), torch.randn(3, 4).double()
+    compare(model, nn.MSELoss(), x, torch.randn(3, 4).double())
+    assert not asked
+
+
+def test_two_losses(asked: list[str]) -> None:
+    """Columns of one are under way elsewhere, where those of the other might end."""
+    x, y = data()
+    body, heads = CONVOLUTIONS["curved in between"]()[:-1], [nn.Linear(48, 3).double(), nn.Linear(48, 2).double()]
+    losses = [nn.CrossEntropyLoss(), nn.MSELoss()]
+    target = torch.randn(3, 2).double()
+
+    def total() -> Tensor:
+        features = body(x)
+        return losses[0](heads[0](features), y) + losses[1](heads[1](features), target)
+
+    model = nn.ModuleList([body, *heads])
+    expected = hessian_diagonals(model, total())
+    for module in (body, *heads, *losses):
+        bpk.extend(module)
+    with bpk.backpack(DiagHessian()):
+        total().backward()
+    for p, diagonal in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
