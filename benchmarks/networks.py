@@ -48,6 +48,15 @@ def c3d3_sigmoid() -> nn.Sequential:
     return _c3d3(nn.Sigmoid)
 
 
+def lenet5() -> nn.Sequential:
+    """LeNet-5 (LeCun et al., 1998) with tanh: curved from the first layer on, of 156 weights and 4,704 outputs."""
+    convolutions = [
+        nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2)
+    ]  # fmt: skip
+    linear = [nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10)]
+    return nn.Sequential(*convolutions, nn.Flatten(), *linear)
+
+
 def all_cnn_c() -> nn.Sequential:
     """All-CNN-C (Springenberg et al., 2015) without dropout, for 100 classes.
 

@@ -131,6 +131,8 @@ PROBLEMS = {
                 (*SMALL, *EXPANDED)),
         Problem("3c3d_sigmoid", "3C3D with one sigmoid, CIFAR-10 shapes", networks.c3d3_sigmoid, (3, 32, 32), 10, 16,
                 ("DiagHessian", "BatchDiagHessian", "HMP", "GGNMP")),
+        Problem("lenet5", "LeNet-5 with tanh, MNIST shapes", networks.lenet5, (1, 28, 28), 10, 8,
+                ("DiagGGNExact", "DiagHessian", "BatchDiagHessian"), check_batch=2),
         # 100 columns: the exact quantities follow at N=4.
         Problem("allcnnc", "All-CNN-C, CIFAR-100 shapes", networks.all_cnn_c, (3, 32, 32), 100, 16,
                 ("NoContext", *FIRST_ORDER, "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", "KFACExpand",

@@ -110,6 +110,7 @@ TARGETS: dict[str, dict[str, float]] = {
         "PCHMP": 5,
     },
     "3c3d_sigmoid": {"DiagHessian": 150},
+    "lenet5": {"DiagHessian": 70, "BatchDiagHessian": 80},
     "allcnnc": {"BatchGrad": 1.4, "SumGradSquared": 1.5, "Variance": 1.5, "KFAC": 3, "HMP": 7},
     "allcnnc_n4": {"DiagGGNExact": 80},
     "charrnn": {"BatchGrad": 2.7, "BatchL2Grad": 2.2, "SumGradSquared": 2.4, "Variance": 2.8, "DiagGGNMC": 3},

@@ -3,13 +3,16 @@
 The first layers of a network have few weights and many outputs: a curved layer above them makes a column of each of
 its entries. With the matrix `H_n` at the output of a call, and `t_i` the derivative of that output in entry `i` of a
 parameter, the diagonal is `sum_n t_i^T H_n t_i`, and what the residual `R` of each call on the way adds to it is
-`t^T R t` with the tangents at its inputs: a pass forward for each entry, and no squares at weights on the way.
+`t^T R t` with the tangents at its inputs: a pass forward for each entry, and no squares at weights on the way. Calls
+push tangents by their rules, stretches of functions by the derivative of their gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +22,17 @@ from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
-from bpk.plan.stretch import STRETCH
+from bpk.plan.stretch import StretchCall
 from bpk.sweeps.columns.diagonals import EXACT, Diagonal, tied_inside
+from bpk.sweeps.curvature import Curvature
+from bpk.sweeps.products.linearised import LinearisedStretch
 
 
-def calls_behind(plan: Plan, at: Step, count: int) -> list[Step]:
+def calls_behind(plan: Plan, at: Step, count: int, by_sample: bool) -> list[Step]:
     """The calls behind `at`, whose parameters go by tangents instead of `count` columns; none where that does not pay.
 
-    The columns may be merged behind the call: to no more than twice as many as its input has entries.
+    The columns may be merged behind the call: to no more than twice as many as its input has entries. Of parameters
+    that functions use only sums are known, and not what is `by_sample`.
     """
     behind = [step for step in plan.steps[at.number + 1 :] if step.runs]
     params = [p for step in behind for p in step.params.values()]
@@ -35,17 +41,24 @@ def calls_behind(plan: Plan, at: Step, count: int) -> list[Step]:
     if not entries or entries >= min(count, 2 * prod(at.call.inputs[link].shape[1:])):
         return []
     ahead = {id(p) for step in plan.steps[: at.number + 1] for p in step.params.values()}
-    if not ahead.isdisjoint(map(id, params)) or not all(can_push(step) for step in behind):
+    if not ahead.isdisjoint(map(id, params)) or not all(can_push(step, by_sample) for step in behind):
         return []
     return behind
 
 
-def can_push(step: Step) -> bool:
-    """Whether tangents may pass a call: by its rule, in one precision, sample by sample."""
-    if step.rule is None or step.rule is STRETCH or step.is_loss or step.mixed or step.samples_of_rows is not None:
+def can_push(step: Step, by_sample: bool) -> bool:
+    """Whether tangents may pass a call, in one precision, sample by sample."""
+    if step.rule is None or step.is_loss or step.mixed or step.samples_of_rows is not None:
+        return False
+    if isinstance(step.call, StretchCall) and ((by_sample and step.params) or any_rows(step.call.rows_of_inputs)):
         return False
     kinds = {x.dtype for x in (*step.call.inputs, *step.call.params.values(), step.call.output)}
     return not step.reused and not tied_inside(step) and len(kinds) == 1 and kinds <= EXACT
+
+
+def any_rows(rows: Sequence[Tensor | None]) -> bool:
+    """Whether rows of an input are not the samples."""
+    return any(each is not None for each in rows)
 
 
 def is_flat(step: Step, samples: tuple[int, ...] | None) -> bool:
@@ -72,6 +85,63 @@ class QuadraticForm:
         return found
 
 
+class Passing(Protocol):
+    """How tangents `[P, N, *in]` at inputs, `[P, *p]` at parameters, pass a call."""
+
+    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
+        """Those at the output."""
+
+    def curve(self, tangents: Mapping[Wrt, Tensor]) -> Mapping[Wrt, Tensor]:
+        """The residual times the tangents (empty: it is zero)."""
+
+    def diagonal(self, name: str, rows: Tensor, own: Callable[[], Tensor]) -> Callable[[bool], Tensor]:
+        """The diagonal in a parameter from what calls above add, `[P, N]`, and the sum of what this one does, `[P]`."""
+
+
+class ByRule:
+    """By the rule of a call."""
+
+    def __init__(self, step: Step, samples: tuple[int, ...] | None, grad: Tensor) -> None:
+        self.rule, self.view, self.grad = step.rule_at(samples), step.view(samples), grad
+
+    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
+        pushed = [self.rule.jac_mat_prod(self.view, mat, wrt) for wrt, mat in tangents.items()]
+        return sum(pushed[1:], pushed[0])
+
+    def curve(self, tangents: Mapping[Wrt, Tensor]) -> Mapping[Wrt, Tensor]:
+        if self.rule.residual(self.view, tuple(tangents)) is Residual.ZERO:
+            return {}
+        return self.rule.residual_mat_prod(self.view, self.grad, tangents)
+
+    def diagonal(self, name: str, rows: Tensor, own: Callable[[], Tensor]) -> Callable[[bool], Tensor]:
+        found = rows.T.reshape(-1, *self.view.params[name].shape)
+        if self.rule.residual(self.view, (name,)) is not Residual.ZERO:
+            found = found + self.rule.residual_squares(self.view, self.grad, name)
+        return partial(by_sample_or_not, found)
+
+
+class ByAutograd:
+    """By the derivative of a stretch's gradient. What belongs to its parameters is a sum over samples."""
+
+    def __init__(self, step: Step, samples: tuple[int, ...] | None) -> None:
+        assert isinstance(step.call, StretchCall)
+        names: list[Wrt] = [*step.links, *step.params]
+        self.params = step.params
+        self.map = LinearisedStretch(step.call.source, names, step.call.output, step.grad, samples, factored=False)
+        if self.map.refusal is not None:
+            raise self.map.refusal
+
+    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
+        return self.map.push(tangents)
+
+    def curve(self, tangents: Mapping[Wrt, Tensor]) -> Mapping[Wrt, Tensor]:
+        found = self.map.curve(tangents, Curvature.HESSIAN)
+        return {wrt: found[wrt] for wrt in tangents if wrt in found}
+
+    def diagonal(self, name: str, rows: Tensor, own: Callable[[], Tensor]) -> Callable[[bool], Tensor]:
+        return partial(summed, (rows.sum(1) + own()).view(self.params[name].shape))
+
+
 class Tangents:
     """Tangents from the parameters of some calls to the one in front of them.
 
@@ -81,26 +151,35 @@ class Tangents:
         form: The matrix at its output.
         samples: Those that count (`None`: all).
         chunk: How many tangents may exist at a time.
+        rows: Restricts a tensor over the batch to these samples.
+
+    Raises:
+        UnsupportedLayer: A function among them cannot be differentiated as often.
     """
 
     def __init__(
-        self, at: Step, behind: list[Step], form: QuadraticForm, samples: tuple[int, ...] | None, chunk: int
+        self,
+        at: Step,
+        behind: list[Step],
+        form: QuadraticForm,
+        samples: tuple[int, ...] | None,
+        chunk: int,
+        rows: Callable[[Tensor], Tensor],
     ) -> None:
         self.order = [*reversed(behind), at]
         self.at = at
         self.form = form
-        self.samples = samples
         self.chunk = chunk
+        self.passing: dict[Step, Passing] = {}
+        for step in self.order:
+            by_rule = not isinstance(step.call, StretchCall)
+            self.passing[step] = ByRule(step, samples, rows(step.grad)) if by_rule else ByAutograd(step, samples)
 
-    def squares(self, step: Step, name: str, grads: Mapping[Step, Tensor]) -> Tensor:
-        """The diagonal in a parameter, `[N, *p]`, with the gradient at the output of each call."""
-        shape = step.params[name].shape
-        parts = [self.of(step, name, units, grads) for units in self.units(step.call.params[name])]
-        found = torch.cat(parts).T.reshape(-1, *shape)
-        rule, view = step.rule_at(self.samples), step.view(self.samples)
-        if rule.residual(view, (name,)) is not Residual.ZERO:
-            found = found + rule.residual_squares(view, grads[step], name)
-        return found
+    def squares(self, step: Step, name: str) -> Callable[[bool], Tensor]:
+        """The diagonal in a parameter."""
+        param = step.call.params[name]
+        rows = torch.cat([self.of(step, name, units) for units in self.units(param)])
+        return self.passing[step].diagonal(name, rows, partial(self.own, step, name))
 
     def units(self, param: Tensor) -> Iterator[Tensor]:
         """The unit vectors of a parameter, some at a time."""
@@ -110,9 +189,9 @@ class Tangents:
             units[here - start, here] = 1
             yield units.view(-1, *param.shape)
 
-    def of(self, step: Step, name: str, units: Tensor, grads: Mapping[Step, Tensor]) -> Tensor:
+    def of(self, step: Step, name: str, units: Tensor) -> Tensor:
         """`[P, N]`: what these units make of all matrices on their way."""
-        outs = {step: step.rule_at(self.samples).jac_mat_prod(step.view(self.samples), units, name)}
+        outs = {step: self.passing[step].push({name: units})}
         total = units.new_zeros(len(units), outs[step].shape[1])
         for above in self.order[self.order.index(step) + 1 :]:
             arrived: dict[Wrt, Tensor] = {
@@ -120,10 +199,26 @@ class Tangents:
             }
             if not arrived:
                 continue
-            rule, view = above.rule_at(self.samples), above.view(self.samples)
-            if rule.residual(view, tuple(arrived)) is not Residual.ZERO:
-                curved = rule.residual_mat_prod(view, grads[above], arrived)
-                total += sum([(curved[wrt] * mat).flatten(2).sum(2) for wrt, mat in arrived.items()])
-            pushed = [rule.jac_mat_prod(view, mat, wrt) for wrt, mat in arrived.items()]
-            outs[above] = sum(pushed[1:], pushed[0])
+            for wrt, mat in self.passing[above].curve(arrived).items():
+                total += (mat * arrived[wrt]).flatten(2).sum(2)
+            outs[above] = self.passing[above].push(arrived)
         return total + self.form(outs[self.at]) if self.at in outs else total
+
+    def own(self, step: Step, name: str) -> Tensor:
+        """`[P]`: what the residual of a parameter's own call makes of all units."""
+        parts = []
+        for units in self.units(step.call.params[name]):
+            curved = self.passing[step].curve({name: units}).get(name)
+            parts.append(units.new_zeros(len(units)) if curved is None else (curved * units).flatten(1).sum(1))
+        return torch.cat(parts)
+
+
+def summed(total: Tensor, per_sample: bool) -> Tensor:
+    """`[*p]`, known as a sum only."""
+    assert not per_sample
+    return total
+
+
+def by_sample_or_not(rows: Tensor, per_sample: bool) -> Tensor:
+    """`[N, *p]`, or their sum."""
+    return rows if per_sample else rows.sum(0)

@@ -18,7 +18,7 @@ from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.diagonals import Diagonal, behind_diagonal, takes, tied_inside, whole
 from bpk.sweeps.columns.enumerated import Enumerated
 from bpk.sweeps.columns.lazy import LazyColumns, StartingColumns, as_lazy, split_rows
-from bpk.sweeps.columns.tangents import QuadraticForm, Tangents, calls_behind, is_flat
+from bpk.sweeps.columns.tangents import QuadraticForm, Tangents, by_sample_or_not, calls_behind, is_flat, summed
 from bpk.sweeps.stretches.curved import CurvedStretch
 
 
@@ -76,18 +76,22 @@ class SignedHessian(ColumnSweep):
         elsewhere = self.diagonals or run.uses or run.waiting.keys() - {step}
         if elsewhere or deposits is None or deposits.before or not is_flat(step, self.samples):
             return False
-        behind = calls_behind(self.plan, step, count + sum(map(len, waiting.blocks.values())))
+        there = sum(map(len, waiting.blocks.values()))
+        behind = calls_behind(self.plan, step, count + there, self.fields_are_rows or self.samples is not None)
         if not behind or any(mat.dtype is not diag.values.dtype for mat in waiting.blocks.values()):
+            return False
+        form = QuadraticForm(diag, waiting)
+        try:
+            tangents = Tangents(step, behind, form, self.samples, self.chunk, self.rows)
+        except UnsupportedLayer:  # a function that is not differentiated as often
             return False
         if run.waiting.pop(step, None) is not None:
             self.note(run.uses, step, step.view(self.samples), step.rule_at(self.samples), waiting)
             self.settle_last(run.uses, step)
-        tangents = Tangents(step, behind, QuadraticForm(diag, waiting), self.samples, self.chunk)
-        grads = {at: self.rows(at.grad) for at in behind}
         for at in behind:
             at.reached = True
             for name in at.params:
-                self.settle_squares(at, name, partial(by_sample_or_not, tangents.squares(at, name, grads)))
+                self.settle_squares(at, name, tangents.squares(at, name))
         self.is_done = True
         return True
 
@@ -177,14 +181,3 @@ class SignedHessian(ColumnSweep):
         if step.samples_of_rows is None:
             return lazy
         return split_rows(lazy, step.samples_of_rows, step.batch_size)
-
-
-def summed(total: Tensor, per_sample: bool) -> Tensor:
-    """`[*p]`, known as a sum only."""
-    assert not per_sample
-    return total
-
-
-def by_sample_or_not(rows: Tensor, per_sample: bool) -> Tensor:
-    """`[N, *p]`, or their sum."""
-    return rows if per_sample else rows.sum(0)

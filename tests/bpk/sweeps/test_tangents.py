@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bpk
@@ -13,6 +14,8 @@ from bpk.extensions import BatchDiagHessian, DiagHessian
 from bpk.sweeps.columns.tangents import Tangents
 from tests.bpk.sweeps.test_diagonals import compare, data, ending_with, hessian_diagonals
 from tests.helpers import extended
+
+pytestmark = pytest.mark.filterwarnings("ignore:These go the generic way")
 
 
 class First(nn.Module):
@@ -56,7 +59,7 @@ class Twice(nn.Module):
         self.own, self.wide = nn.Linear(4, 4), nn.Linear(4, 24)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.nn.functional.pad(self.wide(self.own(x).tanh()).tanh(), (0, 0))
+        hidden = F.pad(self.wide(self.own(x).tanh()).tanh(), (0, 0))
         return self.own(hidden[..., :4])
 
 
@@ -90,15 +93,50 @@ SEQUENCES: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
+class Function(nn.Module):
+    """A function, which has no rule."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Scaled(nn.Module):
+    """A function of parameters, curved in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(2, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale) + self.scale.square()
+
+
+def ending_with_many(*layers: nn.Module) -> nn.Sequential:
+    """Above these layers, a convolution with many outputs and a curved layer."""
+    return ending_with(*layers, nn.Conv2d(2, 10, 2), nn.SiLU())
+
+
+FUNCTIONS: dict[str, Callable[[], nn.Sequential]] = {
+    "elementwise": lambda: ending_with_many(nn.Conv2d(2, 2, 1), Function(F.silu)),
+    "pooling": lambda: ending_with_many(nn.Conv2d(2, 2, 1), Function(lambda x: F.max_pool2d(F.gelu(x), 2, 1))),
+    "all entries": lambda: ending_with_many(nn.Conv2d(2, 2, 1), Function(lambda x: x / (1 + x.square().mean()))),
+    "several": lambda: ending_with_many(nn.Conv2d(2, 2, 1), Function(torch.tanh), nn.PReLU(), Function(torch.sin)),
+}
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The parameters whose diagonal is made of tangents."""
     found: list[str] = []
     squares = Tangents.squares
 
-    def noted(self: Tangents, step: object, name: str, grads: object) -> Tensor:
+    def noted(self: Tangents, step: object, name: str) -> object:
         found.append(name)
-        return squares(self, step, name, grads)
+        return squares(self, step, name)
 
     monkeypatch.setattr(Tangents, "squares", noted)
     return found
@@ -118,6 +156,45 @@ def test_layers_of_sequences(network: str, asked: list[str]) -> None:
     model = nn.Sequential(*layers, nn.Linear(32, 3)).double()
     compare(model, nn.CrossEntropyLoss(), sequences(), torch.tensor([0, 2, 1]))
     assert asked
+
+
+@pytest.mark.parametrize("network", [name for name in FUNCTIONS if name != "all entries"])
+def test_functions_in_between(network: str, asked: list[str]) -> None:
+    compare(FUNCTIONS[network](), nn.CrossEntropyLoss(), *data())
+    assert asked
+
+
+def sums_agree(model: nn.Sequential) -> None:
+    """The sum over samples alone."""
+    (x, y), loss_fn = data(), nn.CrossEntropyLoss()
+    expected = hessian_diagonals(model, loss_fn(model(x), y))
+    extended(model, loss_fn)
+    with bpk.backpack(DiagHessian()):
+        loss_fn(model(x), y).backward()
+    for p, diagonal in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
+
+
+def test_sums_of_parameters_that_functions_use(asked: list[str]) -> None:
+    sums_agree(ending_with_many(nn.Conv2d(2, 2, 1), Scaled()))
+    assert set(asked) == {"0", "weight", "bias"}
+
+
+def test_samples_of_parameters_that_functions_use_go_by_columns(asked: list[str]) -> None:
+    compare(ending_with_many(nn.Conv2d(2, 2, 1), Scaled()), nn.CrossEntropyLoss(), *data())
+    assert not asked
+
+
+def test_samples_that_mix(asked: list[str]) -> None:
+    """All rows are those of one sample then."""
+    sums_agree(FUNCTIONS["all entries"]())
+    assert not asked
+
+
+def test_a_function_that_is_not_differentiated_as_often_goes_by_columns(asked: list[str]) -> None:
+    """Torch's derivatives of the gradient of `logcumsumexp` are NaN as functions of the vector."""
+    sums_agree(ending_with_many(nn.Conv2d(2, 2, 1), Function(lambda x: x.logcumsumexp(2))))
+    assert not asked
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 1000])
