@@ -51,7 +51,8 @@ class SignedHessian(ColumnSweep):
             )
         if step.rule is STRETCH:
             return list(self.of_stretch(step))
-        return [*self.of_diagonal(step), *(self.split(step, lazy) for lazy in self.of_call(step))]
+        found = self.of_diagonal(step)
+        return found if self.is_done else [*found, *(self.split(step, lazy) for lazy in self.of_call(step))]
 
     def of_diagonal(self, step: Step) -> list[StartingColumns]:
         """What a diagonal at the output of a call brings to its parameters, and sends to its input."""
