@@ -169,8 +169,10 @@ class Tangents:
         self.at = at
         self.form = form
         self.chunk = chunk
+        self.last_reader: dict[Step, Step] = {}
         self.passing: dict[Step, Passing] = {}
         for step in self.order:
+            self.last_reader |= {link.producer: step for link in step.links.values()}
             by_rule = not isinstance(step.call, StretchCall)
             self.passing[step] = ByRule(step, samples, rows(step.grad)) if by_rule else ByAutograd(step, samples)
 
@@ -201,6 +203,9 @@ class Tangents:
             for wrt, mat in self.passing[above].curve(arrived).items():
                 total += (mat * arrived[wrt]).flatten(2).sum(2)
             outs[above] = self.passing[above].push(arrived)
+            for link in above.links.values():
+                if self.last_reader[link.producer] is above:  # so that not all are in memory at once
+                    outs.pop(link.producer, None)
         return total + self.form(outs[self.at]) if self.at in outs else total
 
     def own(self, step: Step, name: str) -> Tensor:
