@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<output>.*?)^```$)?", re.MULTILINE | re.DOTALL)
+OWN_TEST = "frameworks.md"  # test_frameworks.py: each block needs a package of its own
 OWN_PROCESS = "install_as_backpack()"
 GENERATED = re.compile(
     r"(matrix|benchmarks|measuring|command_line|how_it_works)\.md|(rules|quantities|examples|notebooks|reference)/\w+\.md"
@@ -72,7 +73,7 @@ def lacks_packages(code: str) -> bool:
     return any(importlib.util.find_spec(p) is None for p in [*needed, *["laplace"] * needs_laplace(code)])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != OWN_TEST], ids=name_of)
 @pytest.mark.filterwarnings("ignore")
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))

@@ -54,6 +54,7 @@ NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
         nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(),
         nn.Conv2d(4, 2, 2), nn.InstanceNorm2d(2, affine=True), nn.Tanh(),
     ),
+    "features of two axes": lambda: ending_with(nn.Conv2d(2, 5, 1), nn.LayerNorm((4, 4)), nn.Tanh()),
     "features": lambda: ending_with(
         nn.Flatten(2), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4), nn.RMSNorm(4), nn.Sigmoid()
     ),
