@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,9 @@ import bpk
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.registry import every_extension
 from bpk.jacobians.core.nested import tensors_in
+from bpk.plan.step import Step
+from bpk.sweeps.columns.lazy import Chunk
+from bpk.sweeps.columns.run import Run
 from bpk.utils.ekfac import Eigenbasis, ekfac_to_mat
 
 FIELDS: dict[Callable[[], BackpropExtension], str] = {type(e): e.savefield for e in every_extension()}
@@ -88,3 +92,15 @@ def values(model: nn.Module, field: str) -> list[Tensor]:
 def told(kind: type[Exception], *parts: str) -> Any:
     """The block raises `kind`, and its message has all parts, a reason, and what to do."""
     return pytest.raises(kind, match="(?s)^" + "".join(f"(?=.*{part})" for part in (*parts, "Why:", "Do:")))
+
+
+def columns_begun(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many columns begin from now on at layers, by the name of the layer."""
+    found, start = Counter[str](), Run.start
+
+    def noted(self: Run, step: Step, key: Hashable, chunk: Chunk, *args: Any) -> None:
+        found[type(step.record.module).__name__] += sum(map(len, chunk[0].values()))
+        start(self, step, key, chunk, *args)
+
+    monkeypatch.setattr(Run, "start", noted)
+    return found

@@ -41,6 +41,15 @@ class ZeroResidual(Rule):
         return Residual.ZERO
 
 
+class CopiedEntries(ZeroResidual):
+    """A layer each entry of whose output is one of the input's, or constant: a diagonal stays one."""
+
+    knows_diagonals = True
+
+    def diagonal_behind(self, call: Call, diag: Tensor) -> Tensor | None:
+        return self.jac_t_mat_prod(call, diag[None])[0]
+
+
 class LinearMap(ZeroResidual):
     """A linear or affine layer whose Jacobian is the same for all samples.
 
@@ -111,13 +120,8 @@ class LinearMap(ZeroResidual):
         return self._congruence_of_sample(one, matrix, wrt)
 
 
-class Copying(LinearMap):
+class Copying(CopiedEntries, LinearMap):
     """A linear map whose output has entries of its input, in any order and number, and constants beside them."""
-
-    knows_diagonals = True
-
-    def diagonal_behind(self, call: Call, diag: Tensor) -> Tensor | None:
-        return self.jac_t_mat_prod(call, diag[None])[0]
 
 
 class Reshaping(Copying):
@@ -133,14 +137,13 @@ class Reshaping(Copying):
         return matrix
 
 
-class Selection(ZeroResidual):
+class Selection(CopiedEntries):
     """`out[..., k] = x[..., indices[..., k]]`: entries copied from places that depend on the data.
 
     `indices(call)` gives `[N, *out]`, flat over the last `axes` axes of the input. The Jacobian gathers,
     its transpose scatters; both share one index tensor over all columns, and windows may overlap.
     """
 
-    knows_diagonals = True
     key = "indices"
     """Under which the indices are kept with a call."""
 
@@ -183,9 +186,6 @@ class Selection(ZeroResidual):
         empty = mat.new_zeros(*rows.shape[:-1], prod(into[-self.axes :]))
         placed = empty.scatter_add_(-1, index.expand(mat.shape[0], *index.shape), rows)
         return placed.reshape(*mat.shape[:2], *into)
-
-    def diagonal_behind(self, call: Call, diag: Tensor) -> Tensor | None:
-        return self.jac_t_mat_prod(call, diag[None])[0]
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """Rows and columns of `M` are added into place, sample by sample."""

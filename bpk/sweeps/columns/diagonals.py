@@ -8,7 +8,7 @@ the input (elementwise ones, max pooling, BatchNorm in evaluation mode) have a d
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,48 +28,54 @@ BEHIND = "behind a diagonal"
 
 
 @dataclass
-class Diagonal:
-    """A diagonal `[N, *out]` at the output of a call, and columns that make it: fewer, maybe, than it has entries."""
+class WaitingDiagonal:
+    """A diagonal `[N, *out]` at the output of a call, and `fewer` columns that make it than it has entries, if any."""
 
     values: Tensor
-    columns: LazyColumns
+    fewer: LazyColumns | None = None
+    name: Hashable = "residual"
 
-    def plus(self, other: Diagonal) -> Diagonal:
+    @property
+    def count(self) -> int:
+        """How many columns make it."""
+        return self.values.shape[1:].numel() if self.fewer is None else self.fewer.count
+
+    def columns(self) -> LazyColumns:
+        """Columns that make it."""
+        return replace(diagonal(self.values), name=self.name) if self.fewer is None else self.fewer
+
+    def plus(self, other: WaitingDiagonal) -> WaitingDiagonal:
         """Both together."""
-        return whole(self.values + other.values)
+        return WaitingDiagonal(self.values + other.values)
 
-    def behind(self, rule: Rule, view: Call) -> Diagonal | None:
+    def behind(self, rule: Rule, view: Call) -> WaitingDiagonal | None:
         """What is at the input of the call, if that is a diagonal, too."""
         values = rule.diagonal_behind(view, self.values)
         if values is None:
             return None
-        anew = whole(values, BEHIND)
-        return anew if anew.columns.count <= self.columns.count else Diagonal(values, self.columns_behind(rule, view))
+        found = WaitingDiagonal(values, name=BEHIND)
+        return found if found.count <= self.count else replace(found, fewer=self.columns_behind(rule, view))
 
     def columns_behind(self, rule: Rule, view: Call) -> LazyColumns:
-        """The columns, at the input of the call."""
+        """Columns that make it, at the input of the call."""
+        return replace(changed(self.columns(), lambda mat: rule.jac_t_mat_prod(view, mat, 0)), name=BEHIND)
 
-        def pull(chunk: Chunk) -> Chunk:
-            mats, signs = chunk
-            return {0: rule.jac_t_mat_prod(view, mats[0], 0)}, signs
-
-        return replace(self.columns.mapped(pull), name=BEHIND)
-
-    def through(self, link: Link) -> Diagonal:
+    def through(self, link: Link) -> WaitingDiagonal:
         """As it is at the output of what feeds an input."""
         if link.entrance is None:
             return self
-
-        def back(chunk: Chunk) -> Chunk:
-            mats, signs = chunk
-            return {0: link.back(mats[0])}, signs
-
-        return Diagonal(link.back(self.values[None])[0], self.columns.mapped(back))
+        fewer = None if self.fewer is None else changed(self.fewer, link.back)
+        return replace(self, values=link.back(self.values[None])[0], fewer=fewer)
 
 
-def whole(values: Tensor, name: Hashable = "residual") -> Diagonal:
-    """A diagonal, with a column for each entry of a sample."""
-    return Diagonal(values, replace(diagonal(values), name=name))
+def changed(columns: LazyColumns, change: Callable[[Tensor], Tensor]) -> LazyColumns:
+    """Columns at an input, changed there."""
+
+    def of_chunk(chunk: Chunk) -> Chunk:
+        mats, signs = chunk
+        return {0: change(mats[0])}, signs
+
+    return columns.mapped(of_chunk)
 
 
 def takes(step: Step) -> bool:
@@ -84,8 +90,13 @@ def can_take(step: Step) -> bool:
         return False
     if step.rule is None or not step.rule.knows_diagonals or step.reused:
         return False
+    return step.runs and len(call.inputs) == 1 and in_one_precision(call)
+
+
+def in_one_precision(call: Call) -> bool:
+    """Whether all tensors of a call have the same format, whose rounding sums of squares with both signs survive."""
     kinds = {x.dtype for x in (*call.inputs, *call.params.values(), call.output)}
-    return step.runs and len(call.inputs) == 1 and len(kinds) == 1 and kinds <= EXACT
+    return len(kinds) == 1 and kinds <= EXACT
 
 
 def tied_inside(step: Step) -> tuple[str, ...]:
@@ -96,13 +107,13 @@ def tied_inside(step: Step) -> tuple[str, ...]:
     return tuple([name for name in step.last if sum(p is step.params[name] for p in params) > 1])
 
 
-def behind_diagonal(rule: Rule, view: Call, diag: Diagonal) -> LazyColumns:
+def behind_diagonal(rule: Rule, view: Call, diag: WaitingDiagonal) -> LazyColumns:
     """The columns of a diagonal at the input of a call."""
     looks_at, dims = rule.acts_on(view), view.inputs[0].dim()
     axes = 0 if looks_at is None else dims - looks_at - 1
     if axes > 0 and view.inputs[0].shape[: 1 + axes] == diag.values.shape[: 1 + axes]:
         found = by_position(rule, view, diag.values, axes)
-        if found.count <= diag.columns.count:
+        if found.count <= diag.count:
             return found
     return diag.columns_behind(rule, view)
 

@@ -9,10 +9,9 @@ push tangents by their rules, stretches of functions by the derivative of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +22,9 @@ from bpk.jacobians.core.products import Residual
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
 from bpk.plan.stretch import StretchCall
-from bpk.sweeps.columns.diagonals import EXACT, Diagonal, tied_inside
+from bpk.sweeps.columns.diagonals import WaitingDiagonal, in_one_precision, tied_inside
 from bpk.sweeps.curvature import Curvature
-from bpk.sweeps.products.linearised import LinearisedStretch
+from bpk.sweeps.products.call_products import CallProducts, linearised
 
 
 def calls_behind(plan: Plan, at: Step, count: int, by_sample: bool) -> list[Step]:
@@ -50,15 +49,11 @@ def can_push(step: Step, by_sample: bool) -> bool:
     """Whether tangents may pass a call, in one precision, sample by sample."""
     if step.rule is None or step.is_loss or step.mixed or step.samples_of_rows is not None:
         return False
-    if isinstance(step.call, StretchCall) and ((by_sample and step.params) or any_rows(step.call.rows_of_inputs)):
-        return False
-    kinds = {x.dtype for x in (*step.call.inputs, *step.call.params.values(), step.call.output)}
-    return not step.reused and not tied_inside(step) and len(kinds) == 1 and kinds <= EXACT
-
-
-def any_rows(rows: Sequence[Tensor | None]) -> bool:
-    """Whether rows of an input are not the samples."""
-    return any(each is not None for each in rows)
+    if isinstance(step.call, StretchCall):
+        aligned = all(rows is None for rows in step.call.rows_of_inputs)
+        if not aligned or (by_sample and step.params):
+            return False
+    return not step.reused and not tied_inside(step) and in_one_precision(step.call)
 
 
 def is_flat(step: Step, samples: tuple[int, ...] | None) -> bool:
@@ -70,7 +65,7 @@ def is_flat(step: Step, samples: tuple[int, ...] | None) -> bool:
 class QuadraticForm:
     """`t -> t^T H_n t` for tangents at the output of a call, where a diagonal and columns make `H_n`."""
 
-    def __init__(self, diag: Diagonal, columns: Columns) -> None:
+    def __init__(self, diag: WaitingDiagonal, columns: Columns) -> None:
         self.diag = diag.values
         self.columns = columns
 
@@ -82,63 +77,6 @@ class QuadraticForm:
             signs = self.columns.signs[key]
             found += (squares if signs is None else squares * signs.T[..., None]).sum(1).T
         return found
-
-
-class Passing(Protocol):
-    """How tangents `[P, N, *in]` at inputs, `[P, *p]` at parameters, pass a call."""
-
-    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
-        """Those at the output."""
-
-    def curve(self, tangents: Mapping[Wrt, Tensor]) -> Mapping[Wrt, Tensor]:
-        """The residual times the tangents (empty: it is zero)."""
-
-    def diagonal(self, name: str, rows: Tensor, own: Callable[[], Tensor]) -> Callable[[bool], Tensor]:
-        """The diagonal in a parameter from what calls above add, `[P, N]`, and the sum of what this one does, `[P]`."""
-
-
-class ByRule:
-    """By the rule of a call."""
-
-    def __init__(self, step: Step, samples: tuple[int, ...] | None, grad: Tensor) -> None:
-        self.rule, self.view, self.grad = step.rule_at(samples), step.view(samples), grad
-
-    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
-        pushed = [self.rule.jac_mat_prod(self.view, mat, wrt) for wrt, mat in tangents.items()]
-        return sum(pushed[1:], pushed[0])
-
-    def curve(self, tangents: Mapping[Wrt, Tensor]) -> Mapping[Wrt, Tensor]:
-        if self.rule.residual(self.view, tuple(tangents)) is Residual.ZERO:
-            return {}
-        return self.rule.residual_mat_prod(self.view, self.grad, tangents)
-
-    def diagonal(self, name: str, rows: Tensor, own: Callable[[], Tensor]) -> Callable[[bool], Tensor]:
-        found = rows.T.reshape(-1, *self.view.params[name].shape)
-        if self.rule.residual(self.view, (name,)) is not Residual.ZERO:
-            found = found + self.rule.residual_squares(self.view, self.grad, name)
-        return partial(by_sample_or_not, found)
-
-
-class ByAutograd:
-    """By the derivative of a stretch's gradient. What belongs to its parameters is a sum over samples."""
-
-    def __init__(self, step: Step, samples: tuple[int, ...] | None) -> None:
-        assert isinstance(step.call, StretchCall)
-        names: list[Wrt] = [*step.links, *step.params]
-        self.params = step.params
-        self.map = LinearisedStretch(step.call.source, names, step.call.output, step.grad, samples, factored=False)
-        if self.map.refusal is not None:
-            raise self.map.refusal
-
-    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
-        return self.map.push(tangents)
-
-    def curve(self, tangents: Mapping[Wrt, Tensor]) -> Mapping[Wrt, Tensor]:
-        found = self.map.curve(tangents, Curvature.HESSIAN)
-        return {wrt: found[wrt] for wrt in tangents if wrt in found}
-
-    def diagonal(self, name: str, rows: Tensor, own: Callable[[], Tensor]) -> Callable[[bool], Tensor]:
-        return partial(summed, (rows.sum(1) + own()).view(self.params[name].shape))
 
 
 class Tangents:
@@ -170,17 +108,25 @@ class Tangents:
         self.form = form
         self.chunk = chunk
         self.last_reader: dict[Step, Step] = {}
-        self.passing: dict[Step, Passing] = {}
+        self.products: dict[Step, CallProducts] = {}
         for step in self.order:
             self.last_reader |= {link.producer: step for link in step.links.values()}
-            by_rule = not isinstance(step.call, StretchCall)
-            self.passing[step] = ByRule(step, samples, rows(step.grad)) if by_rule else ByAutograd(step, samples)
+            stretch = linearised(step, samples)
+            if stretch is not None and stretch.refusal is not None:
+                raise stretch.refusal
+            rule, view = step.rule_at(samples), step.view(samples)
+            self.products[step] = CallProducts(rule=rule, call=view, grad=rows(step.grad), stretch=stretch)
 
     def squares(self, step: Step, name: str) -> Callable[[bool], Tensor]:
-        """The diagonal in a parameter."""
-        param = step.call.params[name]
-        rows = torch.cat([self.of(step, name, units) for units in self.units(param)])
-        return self.passing[step].diagonal(name, rows, partial(self.own, step, name))
+        """The diagonal in a parameter: by sample or not; of one that functions use, the sum alone."""
+        param, products = step.call.params[name], self.products[step]
+        rows = torch.cat([self.of(step, name, units) for units in self.units(param)])  # [P, N]
+        if products.stretch is not None:
+            return partial(summed, (rows.sum(1) + self.own(step, name)).view(param.shape))
+        found = rows.T.reshape(-1, *param.shape)
+        if products.rule.residual(products.call, (name,)) is not Residual.ZERO:
+            found = found + products.rule.residual_squares(products.call, products.grad, name)
+        return partial(by_sample_or_not, found)
 
     def units(self, param: Tensor) -> Iterator[Tensor]:
         """The unit vectors of a parameter, some at a time."""
@@ -192,7 +138,7 @@ class Tangents:
 
     def of(self, step: Step, name: str, units: Tensor) -> Tensor:
         """`[P, N]`: what these units make of all matrices on their way."""
-        outs = {step: self.passing[step].push({name: units})}
+        outs = {step: self.products[step].push({name: units})}
         total = units.new_zeros(len(units), outs[step].shape[1])
         for above in self.order[self.order.index(step) + 1 :]:
             arrived: dict[Wrt, Tensor] = {
@@ -200,19 +146,20 @@ class Tangents:
             }
             if not arrived:
                 continue
-            for wrt, mat in self.passing[above].curve(arrived).items():
-                total += (mat * arrived[wrt]).flatten(2).sum(2)
-            outs[above] = self.passing[above].push(arrived)
+            curved = self.products[above].curve(arrived, Curvature.HESSIAN)
+            for wrt in arrived.keys() & curved.keys():
+                total += (curved[wrt] * arrived[wrt]).flatten(2).sum(2)
+            outs[above] = self.products[above].push(arrived)
             for link in above.links.values():
                 if self.last_reader[link.producer] is above:  # so that not all are in memory at once
                     outs.pop(link.producer, None)
         return total + self.form(outs[self.at]) if self.at in outs else total
 
     def own(self, step: Step, name: str) -> Tensor:
-        """`[P]`: what the residual of a parameter's own call makes of all units."""
+        """`[P]`: what the residual of a stretch makes of all units of a parameter that it uses."""
         parts = []
         for units in self.units(step.call.params[name]):
-            curved = self.passing[step].curve({name: units}).get(name)
+            curved = self.products[step].curve({name: units}, Curvature.HESSIAN).get(name)
             parts.append(units.new_zeros(len(units)) if curved is None else (curved * units).flatten(1).sum(1))
         return torch.cat(parts)
 

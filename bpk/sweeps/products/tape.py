@@ -6,25 +6,21 @@ Every call is written down when autograd is there, latest first; `block.py` play
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.errors import UnsupportedLayer, runtime_error
-from bpk.jacobians.core.products import Residual
+from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.errors import runtime_error
 from bpk.jacobians.families.passage import PASSAGE
-from bpk.jacobians.rule import Rule
-from bpk.plan.step import Alignment, Step, promoted
-from bpk.plan.stretch import StretchCall
+from bpk.plan.step import Alignment, Step
 from bpk.recording.changed import Stamp, is_changed, stamp
 from bpk.recording.hyperparameters import Hyperparameters
 from bpk.recording.membership import wholes_of
-from bpk.sweeps.curvature import Curvature
-from bpk.sweeps.products.linearised import LinearisedStretch, through_columns
+from bpk.sweeps.products.call_products import CallProducts, linearised
 from bpk.sweeps.sweep import Sweep
 
 
@@ -35,23 +31,19 @@ class Feed(Alignment):
     producer: int
 
 
-@dataclass
-class Frame:
-    """What the tape keeps of one call: products with its Jacobians and its residual, both ways.
+@dataclass(kw_only=True)
+class Frame(CallProducts):
+    """What the tape keeps of one call.
 
     `params` are, by name, the `id`s of the parameters that it uses. `hyperparameters` are those of the call, in the
     module or among the arguments in `options`.
     """
 
     number: int
-    rule: Rule
-    call: Call
-    grad: Tensor
     feeds: dict[int, Feed]
     where: str
     samples: tuple[int, ...] | None
     params: dict[str, int]
-    stretch: LinearisedStretch | None = None
     terms: Tensor | None = None
     hyperparameters: Hyperparameters | None = None
     options: Any = None
@@ -90,35 +82,6 @@ class Frame:
                 "call the product before optimizer.step(), or run forward and backward again.",
             )
 
-    def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
-        """`sum_i J_i t_i`: from tangents at inputs and parameters to the output."""
-        if self.stretch is not None:
-            return self.stretch.push(tangents)
-        parts = [self.rule.jac_mat_prod(self.call, t, wrt) for wrt, t in tangents.items()]
-        return sum(parts[1:], parts[0])
-
-    def pull(self, adjoint: Tensor, wrts: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
-        """`J_i^T a` for these inputs and parameters."""
-        if self.stretch is not None:
-            return self.stretch.pull(adjoint)
-        adjoint = promoted(adjoint, self.call)
-        return {wrt: self.rule.jac_t_mat_prod(self.call, adjoint, wrt, sum_batch=True) for wrt in wrts}
-
-    def curve(self, tangents: Mapping[Wrt, Tensor], curvature: Curvature) -> dict[Wrt, Tensor]:
-        """The residual times the tangents, made positive where that is asked for."""
-        if self.stretch is not None:
-            return self.stretch.curve(tangents, curvature)
-        kind = self.rule.residual(self.call, tuple(tangents))
-        if kind is Residual.ZERO:
-            return {}
-        if not curvature.is_positive:
-            return self.rule.residual_mat_prod(self.call, self.grad, tangents)
-        if kind is Residual.DIAGONAL and tuple(tangents) == (0,):
-            diag = self.rule.residual_diag(self.call, self.grad)
-            return {0: curvature.positive(diag) * tangents[0]}
-        columns, signs = self.rule.residual_columns(self.call, self.grad, tuple(tangents))
-        return through_columns(columns, curvature.positive(signs), dict(tangents))
-
 
 class Tape(Sweep):
     """Write down every visited call, latest first, for products later on.
@@ -147,12 +110,22 @@ class Tape(Sweep):
         links = step.links.items()
         feeds = {index: Feed(link.producer.number, entrance=link.entrance, exit=link.exit) for index, link in links}
         params = {name: id(p) for name, p in step.params.items()}
-        stretch = self.linearise(step)
+        stretch = linearised(step, self.samples, self.factored)
         if stretch is not None:
             kept = Call(None, (), {}, step.call.output.new_empty(0))
         elif step.rule is PASSAGE:
             kept = Call(None, kept.inputs, kept.params, kept.output, used=kept.used)  # the module is often the model
-        frame = Frame(step.number, step.rule_at(self.samples), kept, grad, feeds, step.where, samples, params, stretch)
+        frame = Frame(
+            rule=step.rule_at(self.samples),
+            call=kept,
+            grad=grad,
+            stretch=stretch,
+            number=step.number,
+            feeds=feeds,
+            where=step.where,
+            samples=samples,
+            params=params,
+        )
         frame.terms = self.terms(step) if step.is_loss else None
         if stretch is None and step.rule is not PASSAGE:
             frame.hyperparameters, frame.options = step.record.hyperparameters, step.record.binding.options
@@ -175,23 +148,6 @@ class Tape(Sweep):
             if self not in tapes:
                 tapes.add(self)
                 self.models.append(weakref.ref(model))
-
-    def linearise(self, step: Step) -> LinearisedStretch | None:
-        """Prepare a stretch, while its graph is alive."""
-        call = step.call
-        if not isinstance(call, StretchCall):
-            return None
-        samples = None if step.mixed else self.samples
-        stretch = LinearisedStretch(
-            call.source, [*step.links, *step.params], call.output, step.grad, samples, self.factored, call.merged
-        )
-        if self.factored and stretch.columns is not None and call.samples_of_rows is not None and not call.merged:
-            raise UnsupportedLayer(
-                f"PCHMP cannot pass {step.where}.",
-                "the batch axis is merged with another one, and its second derivative is known row by row only.",
-                "make the nonlinear part a module (nn.Tanh() in place of torch.tanh), or use HMP or GGNMP.",
-            )
-        return stretch
 
 
 TAPES: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Tape]] = weakref.WeakKeyDictionary()

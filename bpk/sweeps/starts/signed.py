@@ -15,7 +15,7 @@ from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.sweeps.columns.column_sweep import ColumnSweep
-from bpk.sweeps.columns.diagonals import Diagonal, behind_diagonal, takes, tied_inside, whole
+from bpk.sweeps.columns.diagonals import WaitingDiagonal, behind_diagonal, takes, tied_inside
 from bpk.sweeps.columns.enumerated import Enumerated
 from bpk.sweeps.columns.lazy import LazyColumns, StartingColumns, as_lazy, split_rows
 from bpk.sweeps.columns.tangents import QuadraticForm, Tangents, by_sample_or_not, calls_behind, is_flat, summed
@@ -34,7 +34,7 @@ class SignedHessian(ColumnSweep):
 
     def prepare(self) -> None:
         super().prepare()
-        self.diagonals: dict[Step, Diagonal] = {}
+        self.diagonals: dict[Step, WaitingDiagonal] = {}
         self.is_done = False
 
     def may_be_closed(self, step: Step) -> bool:
@@ -69,9 +69,9 @@ class SignedHessian(ColumnSweep):
         if behind is None:
             columns = behind_diagonal(rule, view, diag)
             return [] if self.ends_with_tangents(step, diag, columns.count) else [columns]
-        return [] if self.starts_later(step, behind) else [behind.columns]
+        return [] if self.starts_later(step, behind) else [behind.columns()]
 
-    def ends_with_tangents(self, step: Step, diag: Diagonal, count: int) -> bool:
+    def ends_with_tangents(self, step: Step, diag: WaitingDiagonal, count: int) -> bool:
         """Do all that is behind a call by tangents, if these are fewer, and no columns are under way elsewhere."""
         run, deposits, waiting = self.run, self.deposits, self.run.waiting.get(step, Columns())
         elsewhere = self.diagonals or run.uses or run.waiting.keys() - {step}
@@ -107,7 +107,7 @@ class SignedHessian(ColumnSweep):
         )
         self.settle(step.params[name], [use], step.batch_size)
 
-    def starts_later(self, step: Step, diag: Diagonal) -> bool:
+    def starts_later(self, step: Step, diag: WaitingDiagonal) -> bool:
         """Leave a diagonal at the input of a call to the call before, where that has a shorter way."""
         link = step.links[0]
         at = link.producer
@@ -153,8 +153,8 @@ class SignedHessian(ColumnSweep):
                     squares = to_samples(squares[None], step.samples_of_rows, step.batch_size)[0]
                 self.settle_squares(step, wrts[0], partial(by_sample_or_not, squares))
             elif kind is Residual.DIAGONAL and wrts == (0,) and self.at_most is not None:
-                diag = whole(rule.residual_diag(view, grad))
-                found += [] if self.starts_later(step, diag) else [diag.columns]
+                diag = WaitingDiagonal(rule.residual_diag(view, grad))
+                found += [] if self.starts_later(step, diag) else [diag.columns()]
             elif not shared and wrts == joint and (rows := Enumerated(step, self.samples, grad)).saves:
                 found.append(rows.columns())
             else:
@@ -173,7 +173,7 @@ class SignedHessian(ColumnSweep):
             squares = self.rows(squares) if per_sample and not step.mixed else squares
             self.settle_squares(step, name, partial(by_sample_or_not if per_sample else summed, squares))
         diag = stretch.diagonal() if 0 in step.links and takes(step.links[0].producer) else None
-        if diag is not None and self.starts_later(step, whole(self.rows(diag))):
+        if diag is not None and self.starts_later(step, WaitingDiagonal(self.rows(diag))):
             return []
         return stretch.columns(self.rows)
 

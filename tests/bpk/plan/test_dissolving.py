@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -13,9 +14,8 @@ from bpk import extensions as E
 from bpk.plan import dissolving
 from bpk.plan.dissolving import is_curved
 from bpk.plan.graph import Source
-from bpk.sweeps.columns.run import Run
-from tests.bpk.sweeps.test_merged_columns import expected
-from tests.helpers import extended
+from tests.helpers import columns_begun, extended
+from tests.references.hessian_diagonals import of_samples
 
 
 class Heads(nn.Module):
@@ -39,24 +39,16 @@ def softmax(x: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The names of the layers at which columns begin."""
-    found: list[str] = []
-    start = Run.start
-
-    def noted(self: Run, step: object, *args: object) -> None:
-        found.append(type(step.record.module).__name__)
-        start(self, step, *args)
-
-    monkeypatch.setattr(Run, "start", noted)
-    return found
+    return columns_begun(monkeypatch)
 
 
 def values(model: nn.Module, *exts: object, positions: int = 5) -> list[Tensor]:
     """Individual diagonals, after a comparison with plain autograd."""
     torch.manual_seed(0)
     x, y = torch.randn(3, positions, 3).double(), torch.tensor([0, 2, 1])
-    by_autograd = expected(model.double(), x, y)
+    by_autograd = of_samples(model.double(), x, y)
     model, loss_fn = extended(model)
     with bpk.backpack(E.BatchDiagHessian(), E.DiagHessian(), *exts):
         loss_fn(model(x), y).backward()
@@ -75,13 +67,13 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("layers", BETWEEN.values(), ids=BETWEEN)
-def test_layers_between_products_start_no_columns(layers: tuple[nn.Module, ...], started: list[str]) -> None:
+def test_layers_between_products_start_no_columns(layers: tuple[nn.Module, ...], started: Counter[str]) -> None:
     torch.manual_seed(0)
     values(Heads(*layers).eval())
     assert set(started) == {"CrossEntropyLoss", "Linear"}
 
 
-def test_as_many_columns_as_of_the_function(started: list[str]) -> None:
+def test_as_many_columns_as_of_the_function(started: Counter[str]) -> None:
     for between in (nn.Softmax(-1), softmax):
         torch.manual_seed(0)
         started.clear()
@@ -89,7 +81,7 @@ def test_as_many_columns_as_of_the_function(started: list[str]) -> None:
         assert set(started) == {"CrossEntropyLoss", "Linear"}
 
 
-def test_few_positions_of_wide_heads_stay_apart(started: list[str]) -> None:
+def test_few_positions_of_wide_heads_stay_apart(started: Counter[str]) -> None:
     """What feeds the products has more entries than what is in between."""
     torch.manual_seed(0)
     values(Heads(nn.Softmax(-1), joint=False), positions=1)
@@ -113,7 +105,7 @@ class Read(Heads):
         return found + self.reader(weights).mean((1, 2))
 
 
-def test_what_a_layer_reads_stays_a_call(started: list[str]) -> None:
+def test_what_a_layer_reads_stays_a_call(started: Counter[str]) -> None:
     torch.manual_seed(0)
     values(Read())
     assert "Softmax" in started
@@ -132,7 +124,7 @@ def test_clipped_blocks_are_those_of_each_layer() -> None:
     torch.testing.assert_close(*products)
 
 
-def test_together_with_quantities_of_columns_of_the_loss(started: list[str]) -> None:
+def test_together_with_quantities_of_columns_of_the_loss(started: Counter[str]) -> None:
     torch.manual_seed(0)
     values(Heads(nn.Softmax(-1)), E.DiagGGNExact(), E.BatchGrad())
     assert "Softmax" not in started

@@ -13,8 +13,9 @@ from bpk.plan.step import Step
 from bpk.sweeps.columns.deposits import Deposits
 from bpk.sweeps.columns.merging import Deposit, Merging, added_up, distinct
 from bpk.sweeps.columns.run import Run
-from tests.bpk.sweeps.test_merged_columns import NETWORKS, N, expected
+from tests.bpk.sweeps.test_merged_columns import NETWORKS, N
 from tests.helpers import backward
+from tests.references.hessian_diagonals import of_samples
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_same_diagonals(name: str, always: bool, taken: list[int], monkeypatch: 
     torch.manual_seed(0)
     model, loss_fn = bpk.extend(make().double()), bpk.extend(nn.CrossEntropyLoss())
     x, y = torch.randn(N, *shape, dtype=torch.float64), torch.randint(3, (N,))
-    diagonals = expected(model, x, y)
+    diagonals = of_samples(model, x, y)
     for options in ({"chunk_size": 2}, {"chunk_size": 30}, {"memory": 20_000}):
         backward(model, loss_fn, x, y, DiagHessian(), BatchDiagHessian(), **options)
         for p, diag in zip(model.parameters(), diagonals, strict=True):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
-from bpk.sweeps.columns.run import Run
-from tests.helpers import extended
+from tests.helpers import backward, columns_begun, extended
+from tests.references.hessian_diagonals import of_loss, of_samples
 
 CHANNELS, SIZE, CLASSES = 2, 4, 3
 
@@ -65,27 +64,19 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 }
 
 
-def hessian_diagonals(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    """One for each parameter, entry by entry."""
-    params = list(model.parameters())
-    found = []
-    for p, grad in zip(params, torch.autograd.grad(loss, params, create_graph=True), strict=True):
-        rows = [torch.autograd.grad(g, p, retain_graph=True)[0].flatten() for g in grad.flatten()]
-        found.append(torch.stack(rows).diagonal().view_as(p))
-    return found
+def same_sums(model: nn.Module, expected: list[Tensor]) -> None:
+    for p, diagonal in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
 
 
 def compare(model: nn.Sequential, loss_fn: nn.Module, x: Tensor, y: Tensor) -> None:
     """Individual Hessian diagonals and their sum against plain autograd."""
-    with sdpa_kernel(SDPBackend.MATH):  # fused kernels are differentiated once only
-        singles = [hessian_diagonals(model, loss_fn(model(x[n : n + 1]), y[n : n + 1]) / len(x)) for n in range(len(x))]
-    expected = [torch.stack(of_param) for of_param in zip(*singles, strict=True)]
+    expected = of_samples(model, x, y, loss_fn)
     extended(model, loss_fn)
-    with bpk.backpack(DiagHessian(), BatchDiagHessian()):
-        loss_fn(model(x), y).backward()
+    backward(model, loss_fn, x, y, DiagHessian(), BatchDiagHessian())
     for p, rows in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.diag_h_batch, rows, rtol=1e-8, atol=1e-11)
-        torch.testing.assert_close(p.diag_h, rows.sum(0), rtol=1e-8, atol=1e-11)
+    same_sums(model, [rows.sum(0) for rows in expected])
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -105,36 +96,26 @@ def test_dropout_that_draws() -> None:
     (x, y), model, loss_fn = data(), NETWORKS["elementwise layers in a row"](), nn.CrossEntropyLoss()
     model[4].train()
     torch.manual_seed(5)
-    expected = hessian_diagonals(model, loss_fn(model(x), y))
+    expected = of_loss(model, loss_fn(model(x), y))
     extended(model, loss_fn)
     torch.manual_seed(5)
-    with bpk.backpack(DiagHessian()):
-        loss_fn(model(x), y).backward()
-    for p, diagonal in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
+    backward(model, loss_fn, x, y, DiagHessian())
+    same_sums(model, expected)
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """At which layers columns begin, and how many."""
-    found: list[tuple[str, int]] = []
-    start = Run.start
-
-    def noted(self: Run, step: object, key: object, chunk: tuple, *args: object) -> None:
-        found.append((type(step.record.module).__name__, sum(len(mat) for mat in chunk[0].values())))
-        start(self, step, key, chunk, *args)
-
-    monkeypatch.setattr(Run, "start", noted)
-    return found
+def begun(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many columns begin at layers, by the name of the layer."""
+    return columns_begun(monkeypatch)
 
 
-def test_the_first_layer_needs_no_columns(begun: list[tuple[str, int]]) -> None:
+def test_the_first_layer_needs_no_columns(begun: Counter[str]) -> None:
     """Nothing is behind the first convolution: the diagonal of the curvature is enough there."""
     compare(ending_with(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.SiLU()), nn.CrossEntropyLoss(), *data())
-    assert {name for name, _ in begun} == {"CrossEntropyLoss"}
+    assert set(begun) == {"CrossEntropyLoss"}
 
 
-def test_no_more_columns_than_entries_where_a_diagonal_began(begun: list[tuple[str, int]]) -> None:
+def test_no_more_columns_than_entries_where_a_diagonal_began(begun: Counter[str]) -> None:
     """Behind max pooling the diagonal has more entries, most of which are zero."""
     layers = (
         nn.Conv2d(2, 2, 3, padding=1),
@@ -144,4 +125,4 @@ def test_no_more_columns_than_entries_where_a_diagonal_began(begun: list[tuple[s
         nn.SiLU(),
     )
     compare(ending_with(*layers), nn.CrossEntropyLoss(), *data())
-    assert sum(count for name, count in begun if name == "Conv2d") == 3 * (SIZE // 2) ** 2
+    assert begun["Conv2d"] == 3 * (SIZE // 2) ** 2

@@ -17,7 +17,7 @@ from bpk.sweeps.columns.merging import Merging, added_up, distinct
 from bpk.sweeps.columns.run import Run
 from bpk.sweeps.stretches.residual import StretchResidual
 from tests.helpers import backward
-from tests.references.kronecker import jacobian
+from tests.references.hessian_diagonals import of_samples
 
 N = 3
 
@@ -110,18 +110,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 ALWAYS = pytest.mark.parametrize("always", [False, True], ids=["by cost", "always"])
 
 
-def expected(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """The diagonal `[N, *p]` of every sample's Hessian."""
-    found = [torch.zeros(len(x), *p.shape, dtype=p.dtype) for p in model.parameters()]
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        for n in range(len(x)):
-            loss = nn.functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / len(x)
-            grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            for p, grad, diag in zip(model.parameters(), grads, found, strict=True):
-                diag[n] = jacobian(grad, [p])[0].reshape(p.numel(), p.numel()).diagonal().reshape(p.shape)
-    return found
-
-
 def count_merges(monkeypatch: pytest.MonkeyPatch, always: bool) -> list[int]:
     """The numbers of columns behind each merge; `always`: also where that does not pay."""
     seen, merge = [], Run.merge
@@ -147,7 +135,7 @@ def test_same_diagonals(name: str, always: bool, monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     model, loss_fn = bpk.extend(make().double()), bpk.extend(nn.CrossEntropyLoss())
     x, y = torch.randn(N, *shape, dtype=torch.float64), torch.randint(3, (N,))
-    diagonals = expected(model, x, y)
+    diagonals = of_samples(model, x, y)
     for options in ({}, {"chunk_size": 7}, {"memory": 20_000}):
         backward(model, loss_fn, x, y, DiagHessian(), BatchDiagHessian(), **options)
         for p, diag in zip(model.parameters(), diagonals, strict=True):
@@ -247,5 +235,5 @@ def test_functions_by_entry_are_diagonals(monkeypatch: pytest.MonkeyPatch) -> No
     model = bpk.extend(Model().double())
     x, y = torch.randn(N, 3, dtype=torch.float64), torch.randint(3, (N,))
     backward(model, bpk.extend(nn.CrossEntropyLoss()), x, y, BatchDiagHessian())
-    for p, diag in zip(model.parameters(), expected(model, x, y), strict=True):
+    for p, diag in zip(model.parameters(), of_samples(model, x, y), strict=True):
         torch.testing.assert_close(p.diag_h_batch, diag)

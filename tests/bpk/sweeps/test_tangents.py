@@ -12,55 +12,38 @@ from torch import Tensor, nn
 import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
 from bpk.sweeps.columns.tangents import Tangents
-from tests.bpk.sweeps.test_diagonals import compare, data, ending_with, hessian_diagonals
-from tests.helpers import extended
+from tests.bpk.sweeps.test_diagonals import compare, data, ending_with, same_sums
+from tests.helpers import backward, extended
+from tests.models.networks import TakeFirst
+from tests.references.compare import Assembled
+from tests.references.hessian_diagonals import of_loss, of_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:These go the generic way")
 
 
-class First(nn.Module):
-    """The first of several results."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
-class Itself(nn.Module):
+def itself() -> nn.Module:
     """Attention of a sequence to itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.MultiheadAttention(2, 1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x, x, need_weights=False)[0]
+    layer = nn.MultiheadAttention(2, 1, batch_first=True)
+    return Assembled(lambda self, x: self.layer(x, x, x, need_weights=False)[0], layer=layer)
 
 
-class Around(nn.Module):
+def around(*layers: nn.Module) -> nn.Module:
     """`x + f(x)`."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x)
+    return Assembled(lambda self, x: x + self.layers(x), layers=nn.Sequential(*layers))
 
 
-class Twice(nn.Module):
+def function(of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A function, which has no rule."""
+    return Assembled(lambda self, x: of(x))
+
+
+def twice() -> nn.Module:
     """A layer that is called in front of others and behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.wide = nn.Linear(4, 4), nn.Linear(4, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.pad(self.wide(self.own(x).tanh()).tanh(), (0, 0))
-        return self.own(hidden[..., :4])
+    return Assembled(
+        lambda self, x: self.own(F.pad(self.wide(self.own(x).tanh()).tanh(), (0, 0))[..., :4]),
+        own=nn.Linear(4, 4),
+        wide=nn.Linear(4, 24),
+    )
 
 
 def sequences() -> Tensor:
@@ -81,28 +64,17 @@ CONVOLUTIONS: dict[str, Callable[[], nn.Sequential]] = {
     "groups": lambda: ending_with(nn.Conv2d(2, 2, (1, 2), groups=2), nn.Sigmoid(), nn.Conv2d(2, 10, 2), nn.SiLU()),
     "transposed": lambda: ending_with(nn.ConvTranspose2d(2, 2, 2, groups=2), nn.Tanh(), nn.Conv2d(2, 6, 2), nn.SiLU()),
     "around": lambda: ending_with(
-        nn.Conv2d(2, 2, 1), Around(nn.Conv2d(2, 2, 1), nn.Tanh()), nn.Conv2d(2, 8, 2), nn.Tanh()
+        nn.Conv2d(2, 2, 1), around(nn.Conv2d(2, 2, 1), nn.Tanh()), nn.Conv2d(2, 8, 2), nn.Tanh()
     ),
     "curved where columns would begin": lambda: ending_with(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.SiLU()),
     "statistics of the input": lambda: ending_with(nn.GroupNorm(1, 2), nn.Conv2d(2, 8, 2), nn.Tanh()),
 }
 SEQUENCES: dict[str, Callable[[], list[nn.Module]]] = {
-    "recurrent": lambda: spread(First(nn.GRU(2, 1, batch_first=True)), size=8),
-    "attention": lambda: spread(Itself()),
+    "recurrent": lambda: spread(TakeFirst(nn.GRU(2, 1, batch_first=True)), size=8),
+    "attention": lambda: spread(itself()),
     "layer norm": lambda: spread(nn.LayerNorm(2)),
     "several": lambda: spread(nn.Linear(2, 2), nn.Softplus(), nn.PReLU()),
 }
-
-
-class Function(nn.Module):
-    """A function, which has no rule."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 class Scaled(nn.Module):
@@ -122,10 +94,10 @@ def ending_with_many(*layers: nn.Module) -> nn.Sequential:
 
 
 FUNCTIONS: dict[str, Callable[[], nn.Sequential]] = {
-    "elementwise": lambda: ending_with_many(nn.Conv2d(2, 2, 1), Function(F.silu)),
-    "pooling": lambda: ending_with_many(nn.Conv2d(2, 2, 1), Function(lambda x: F.max_pool2d(F.gelu(x), 2, 1))),
-    "all entries": lambda: ending_with_many(nn.Conv2d(2, 2, 1), Function(lambda x: x / (1 + x.square().mean()))),
-    "several": lambda: ending_with_many(nn.Conv2d(2, 2, 1), Function(torch.tanh), nn.PReLU(), Function(torch.sin)),
+    "elementwise": lambda: ending_with_many(nn.Conv2d(2, 2, 1), function(F.silu)),
+    "pooling": lambda: ending_with_many(nn.Conv2d(2, 2, 1), function(lambda x: F.max_pool2d(F.gelu(x), 2, 1))),
+    "all entries": lambda: ending_with_many(nn.Conv2d(2, 2, 1), function(lambda x: x / (1 + x.square().mean()))),
+    "several": lambda: ending_with_many(nn.Conv2d(2, 2, 1), function(torch.tanh), nn.PReLU(), function(torch.sin)),
 }
 
 
@@ -165,15 +137,13 @@ def test_functions_in_between(network: str, asked: list[str]) -> None:
     assert asked
 
 
-def sums_agree(model: nn.Sequential) -> None:
+def sums_agree(model: nn.Sequential, **options: int) -> None:
     """The sum over samples alone."""
     (x, y), loss_fn = data(), nn.CrossEntropyLoss()
-    expected = hessian_diagonals(model, loss_fn(model(x), y))
+    expected = of_loss(model, loss_fn(model(x), y))
     extended(model, loss_fn)
-    with bpk.backpack(DiagHessian()):
-        loss_fn(model(x), y).backward()
-    for p, diagonal in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
+    backward(model, loss_fn, x, y, DiagHessian(), **options)
+    same_sums(model, expected)
 
 
 def test_sums_of_parameters_that_functions_use(asked: list[str]) -> None:
@@ -194,37 +164,30 @@ def test_samples_that_mix(asked: list[str]) -> None:
 
 def test_a_function_that_is_not_differentiated_as_often_goes_by_columns(asked: list[str]) -> None:
     """Torch's derivatives of the gradient of `logcumsumexp` are NaN as functions of the vector."""
-    sums_agree(ending_with_many(nn.Conv2d(2, 2, 1), Function(lambda x: x.logcumsumexp(2))))
+    sums_agree(ending_with_many(nn.Conv2d(2, 2, 1), function(lambda x: x.logcumsumexp(2))))
     assert not asked
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 1000])
 def test_a_few_at_a_time(chunk_size: int, asked: list[str]) -> None:
-    x, y = data()
-    model, loss_fn = CONVOLUTIONS["linear in between"](), nn.CrossEntropyLoss()
-    expected = hessian_diagonals(model, loss_fn(model(x), y))
-    extended(model, loss_fn)
-    with bpk.backpack(DiagHessian(), chunk_size=chunk_size):
-        loss_fn(model(x), y).backward()
-    for p, diagonal in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
+    sums_agree(CONVOLUTIONS["linear in between"](), chunk_size=chunk_size)
+    assert asked
 
 
 def test_some_samples(asked: list[str]) -> None:
     x, y = data()
     model, loss_fn = CONVOLUTIONS["curved in between"](), nn.CrossEntropyLoss()
-    chosen = [hessian_diagonals(model, loss_fn(model(x[n : n + 1]), y[n : n + 1]) / len(x)) for n in (2, 0)]
+    expected = of_samples(model, x, y)
     extended(model, loss_fn)
-    with bpk.backpack(BatchDiagHessian(subsampling=[2, 0])):
-        loss_fn(model(x), y).backward()
-    for k, p in enumerate(model.parameters()):
-        torch.testing.assert_close(p.diag_h_batch, torch.stack([of[k] for of in chosen]), rtol=1e-8, atol=1e-11)
+    backward(model, loss_fn, x, y, BatchDiagHessian(subsampling=[2, 0]))
+    for p, rows in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h_batch, rows[[2, 0]], rtol=1e-8, atol=1e-11)
     assert asked
 
 
 def test_a_layer_in_front_and_behind_goes_by_columns(asked: list[str]) -> None:
     torch.manual_seed(0)
-    model, x = Twice().double(), torch.randn(3, 4).double()
+    model, x = twice().double(), torch.randn(3, 4).double()
     compare(model, nn.MSELoss(), x, torch.randn(3, 4).double())
     assert not asked
 
@@ -241,10 +204,9 @@ def test_two_losses(asked: list[str]) -> None:
         return losses[0](heads[0](features), y) + losses[1](heads[1](features), target)
 
     model = nn.ModuleList([body, *heads])
-    expected = hessian_diagonals(model, total())
+    expected = of_loss(model, total())
     for module in (body, *heads, *losses):
         bpk.extend(module)
     with bpk.backpack(DiagHessian()):
         total().backward()
-    for p, diagonal in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
+    same_sums(model, expected)
