@@ -14,7 +14,7 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from bpk.recording.context.opened import Pass, Settings
 from bpk.recording.context.state import CTX, Quietly
 from bpk.recording.context.surroundings import require_whole
 from bpk.recording.graph.known_gradient import KnownGradient
-from bpk.recording.membership import around
+from bpk.recording.membership import taking_part
 from bpk.recording.record import Record
 from bpk.sweeps.module_extensions import ModuleExtensions, require_none
 from bpk.sweeps.shared import SharedSweeps
@@ -111,7 +111,7 @@ class Backward:
                 self.at_losses.finish()
             self.parameters.finish_all()
             CTX.check_transforms(bool(self.parameters.states) or not self.extensions)
-            containers, wholes = around(self.reached)
+            containers, wholes = taking_part(self.reached, self.parameters.by_functions)
             require_whole("", *containers)
             self.inspection.require_fields(wholes, self.parameters.states)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
@@ -122,15 +122,11 @@ class Backward:
                 listener.end(self.noted)
             self.hooks.run_last()
             if self.sharded is not None:
-                engine.when_finished(self.ending(self.sharded))  # FSDP2 has announced its own end before
+                engine.when_finished(self.sharded.finish)  # FSDP2 has announced its own end before
         except BaseException:
             self.abort()
             raise
         self.clear()
-
-    def ending(self, sharded: Sharded) -> Callable[[], None]:
-        """What is done with sharded parameters when FSDP2 has ended its pass."""
-        return sharded.finish
 
     def abort(self) -> None:
         """The pass did not finish: leave no fields on the models that it was to train."""
@@ -139,7 +135,8 @@ class Backward:
             aimed_at.update(map(id, record.params.values()))
             record.close()  # the engine may keep a part of the graph until its next pass
             self.reached[record.module] = None
-        self.parameters.fields.discard(around(self.reached)[1], aimed_at | self.parameters.states.keys())
+        wholes = taking_part(self.reached, self.parameters.by_functions)[1]
+        self.parameters.fields.discard(wholes, aimed_at | self.parameters.states.keys())
         self.clear()
 
     def clear(self) -> None:

@@ -48,7 +48,7 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
             extended as it is, with a warning that names the line.
 
     Raises:
-        ValueError: If `module` is a class or no module, has a trainable complex parameter, a quantised layer, a lazy
+        ValueError: If `module` is a class or no module, has a quantised layer, or a lazy
             one that was not initialised, a scripted one with parameters that are trained, or parameters that are spread
             over processes; if an option is no `bool`.
 
@@ -134,13 +134,6 @@ def check_module(module: object, function: str = "extend") -> None:
                 f"Parameter '{name}' is not initialised yet (a lazy layer).",
                 "its shape, and so the layer's class, is only known after the first forward pass.",
                 "run one forward pass, model(X), before bpk.extend(model).",
-            )
-        if param.is_complex() and param.requires_grad:
-            raise value_error(
-                f"Parameter '{name}' is complex ({param.dtype}).",
-                "squares, norms and curvature of complex parameters have several meanings; none is implemented.",
-                "make it of two real parameters (torch.nn.utils.parametrize.register_parametrization, with "
-                "forward(re, im) = torch.complex(re, im)), or set requires_grad=False.",
             )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bpk.dataset.checkpoint import not_written
 from bpk.jacobians.core.errors import value_error
+from bpk.plan.parts import from_parts, in_parts
 from bpk.recording.context.surroundings import is_sharded
 from bpk.utils.ekfac import Eigenbasis
 
@@ -54,6 +55,8 @@ def noted(key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
             "each process has a part of it only.",
             "call full_tensor() on all processes, or torch.distributed.checkpoint.save(result.fields).",
         )
+    if value.is_complex():  # which the format does not know
+        return {"complex": noted(key, in_parts(value), tensors)}
     if value.is_sparse:
         value = value.coalesce()
         tensors[f"{key}/indices"], tensors[f"{key}/values"] = value.indices().contiguous(), value.values().contiguous()
@@ -92,6 +95,8 @@ def restored(value: Any, tensors: dict[str, Tensor]) -> Any:
         return tensors[value]
     if "eigenbasis" in value:
         return Eigenbasis(*restored(value["eigenbasis"], tensors))
+    if "complex" in value:
+        return from_parts(restored(value["complex"], tensors))
     if "file" in value:
         import numpy
 

@@ -19,6 +19,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.over_batches import Parts, Rows, Size
 from bpk.fields.local import SLOT, Local
 from bpk.jacobians.core.errors import runtime_error
+from bpk.plan.parts import in_precision_of
 from bpk.recording.context.surroundings import is_managed, is_sharded, may_shard
 from bpk.recording.membership import around
 from bpk.recording.record import LIVE
@@ -78,14 +79,14 @@ class Sharded:
                 scaled = rule.scaled(one.adding_up(value), size)
                 if isinstance(rule, Rows):
                     rows = rule.whole(scaled, every)
-                    vars(shard)[field] = rows if isinstance(rows, list) else rows.to(shard.dtype)
+                    vars(shard)[field] = rows if isinstance(rows, list) else in_precision_of(shard, rows)
                 else:
                     mine.setdefault(field, {})[name] = scaled
         for _, full in known.values():
             vars(full).pop(SLOT, None)
         for field, shard, parts in self.summed(known, mine, sizes):
             found = self.rules[field].whole(parts, every)
-            vars(shard)[field] = found if isinstance(found, list) else found.to(shard.dtype)
+            vars(shard)[field] = found if isinstance(found, list) else in_precision_of(shard, found)
 
     def add_up(self, size: Size | None) -> Size:
         """The same where fields hold what adds up over batches: shards get the totals of all processes' batches.

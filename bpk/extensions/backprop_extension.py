@@ -76,6 +76,11 @@ class BackpropExtension:
     """Of which power of the loss the field is, where `over_batches` does not say so."""
     adds_field = True
     """Whether the field is itself what adds up over batches; else, it is the `statistic`."""
+    linear = False
+    """Whether the field is made of gradients or columns as they are, so that it is complex where the parameter is.
+
+    Squares and others are those of real and imaginary parts, `[*p, 2]`.
+    """
     listener: PassListener | None = None
     """Who is told of the backward passes in which it is computed."""
     form: Form

@@ -14,6 +14,7 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.function_module import Plain
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.rule import Rule
+from bpk.plan.parts import in_parts
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.known_gradient import KnownGradient, nobody_looks
@@ -113,7 +114,7 @@ def catcher(parameters: Parameters, state: ParameterState, position: int) -> Cal
         if fired or gradient is None or parameters.states.get(id(state.param)) is not state:
             return
         fired = True
-        state.gradients.append(gradient.reshape(state.param.shape).to(state.param.dtype))
+        state.gradients.append(in_parts(gradient.reshape(state.param.shape).to(state.param.dtype)))
         state.awaited_gradients -= 1
         if state.awaited_gradients == 0 and not parameters.is_shared(state.param):
             parameters.finish_later(state)

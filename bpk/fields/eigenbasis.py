@@ -61,14 +61,14 @@ def moments_in(uses: Uses, bases: Sequence[Tensor | None]) -> Tensor:
 
 def note_order(orders: Orders, uses: Uses, factors: Sequence[Tensor]) -> None:
     """Note, once, which entry of the flat parameter each row of the factors' product belongs to."""
-    if len(factors) == 1 or uses.param in orders:
+    if len(factors) == 1 or uses.parameter in orders:
         return
     use, turned = uses.uses[0], uses.input_first
     in_order = torch.arange(uses.param.numel(), device=uses.param.device)
     numbers, outputs = in_order.view(1, 1, *uses.param.shape), len(factors[1 if turned else 0])
     matrix = use.rule.kron_matrix(use.call, numbers, use.name, outputs)[0, 0]
     order = (matrix.T if turned else matrix).flatten()
-    orders[uses.param] = None if torch.equal(order, in_order) else order
+    orders[uses.parameter] = None if torch.equal(order, in_order) else order
 
 
 def once(factor: Tensor, uses: Uses) -> Decomposed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -75,7 +75,7 @@ class Hooks:
     def leave_holders_for_last(self, models: Iterable[nn.Module], params: Container[int]) -> None:
         """Layers that were not called, but hold parameters (by `id`) with fields: functions have used those."""
         for module in (m for model in models for m in model.modules() if MARK in m.__dict__):
-            if id(module) not in self.visited and any(id(p) in params for p in module.parameters(recurse=False)):
+            if id(module) not in self.visited and any(id(p) in params for p in held_by(module)):
                 self.leave_for_last(module)
 
     def run(self, module: nn.Module) -> None:
@@ -90,8 +90,8 @@ class Hooks:
 
     def call(self, layer: nn.Module) -> None:
         """Call the hook for a layer, and before it for modules inside that hold parameters of it (`mha.out_proj`)."""
-        for part in layer._modules.values():
-            if part is not None and MARK not in part.__dict__ and next(part.parameters(), None) is not None:
+        for part in inside_of(layer):
+            if next(part.parameters(), None) is not None:
                 self.call(part)
         assert self.hook is not None
         self.hook(layer)
@@ -109,3 +109,15 @@ class Hooks:
             elif id(module) not in self.visited:
                 self.hook(module)
         self.forget()
+
+
+def inside_of(layer: nn.Module) -> Iterator[nn.Module]:
+    """Modules inside of a layer that are not extended themselves: it has a rule for all of them."""
+    return (part for part in layer.children() if MARK not in part.__dict__)
+
+
+def held_by(layer: nn.Module) -> Iterator[Tensor]:
+    """The parameters of a layer, and of modules that it has for them (parametrizations)."""
+    yield from layer.parameters(recurse=False)
+    for part in inside_of(layer):
+        yield from held_by(part)

@@ -14,6 +14,7 @@ from bpk.fields.sums import weighted_sum
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.numeric import FEW_NUMBERS
 from bpk.jacobians.core.side_by_side import as_rows
+from bpk.plan.parts import in_parts
 from bpk.plan.stretch import StretchCall
 from bpk.recording.changed import Changed, Stamp, changed, stamp
 
@@ -26,7 +27,7 @@ class KeptRows(Uses):
         call = Call(None, (), {first.name: uses.param}, uses.param)
         arrived = Columns({}, {first.name: blocks}, uses.signs)
         use = Use(call, first.rule, first.name, arrived, origin=first.origin)
-        super().__init__(uses.param, uses.batch_size, [use], loss_scale=uses.loss_scale)
+        super().__init__(uses.parameter, uses.batch_size, [use], loss_scale=uses.loss_scale)
         self.blocks_of_rows = blocks
 
     @property
@@ -69,8 +70,9 @@ class Together(KeptRows):
 
     def parted(self, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What belongs to each parameter, in memory of its own."""
-        for param, part in zip(self.params, value.split([p.numel() for p in self.params]), strict=True):
-            yield param, (part if param.dim() == 1 else part.view(param.shape)).clone()
+        shapes = [in_parts(p).shape for p in self.params]
+        for param, shape, part in zip(self.params, shapes, value.split([s.numel() for s in shapes]), strict=True):
+            yield param, (part if len(shape) == 1 else part.view(shape)).clone()
 
 
 def are_small(rows: Mapping[Hashable, Tensor]) -> bool:
@@ -97,7 +99,7 @@ def lean(uses: Uses) -> Uses | dict[Hashable, Tensor]:
     if rows is not None:
         return rows
     kept = [u if u.rule.reads_output else replace(u, call=u.call.without_output()) for u in uses.uses]
-    return Uses(uses.param, uses.batch_size, kept, loss_scale=uses.loss_scale)
+    return Uses(uses.parameter, uses.batch_size, kept, loss_scale=uses.loss_scale)
 
 
 def stamps_of(uses: Uses) -> list[list[Stamp]]:
@@ -118,7 +120,7 @@ def as_noted(uses: Uses, stamps: list[list[Stamp]]) -> Uses:
         seen.pull = call.pull
         seen.params.update({name: Changed.of(where, name, call.params[name]) for name in names})
         found.append(replace(use, call=seen) if names else use)
-    return Uses(uses.param, uses.batch_size, found, loss_scale=uses.loss_scale)
+    return Uses(uses.parameter, uses.batch_size, found, loss_scale=uses.loss_scale)
 
 
 def merged(before: list[Use], uses: list[Use]) -> list[Use]:

@@ -13,6 +13,7 @@ from bpk.fields.parameter_state import ParameterState
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.inspection import Inspection
+from bpk.plan.parts import in_precision_of
 from bpk.recording.context.surroundings import may_shard
 from bpk.recording.record import Record
 
@@ -66,7 +67,7 @@ def known_of(param: Tensor, field: str) -> Local | None:
 
 def put(param: Tensor, field: str, value: Any, known: Local | None) -> None:
     """Replace a field, and what there is to know of it."""
-    vars(param)[field] = value.to(param.dtype) if isinstance(value, Tensor) else value
+    vars(param)[field] = in_precision_of(param, value) if isinstance(value, Tensor) else value
     slot = vars(param).setdefault(SLOT, {})
     slot.pop(field, None)
     if known is not None:

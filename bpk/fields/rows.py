@@ -14,6 +14,7 @@ from bpk.fields.arrived import PIECE, Columns, Use
 from bpk.fields.sums import are_few
 from bpk.jacobians.core.call import index_of
 from bpk.jacobians.families.no_rows import with_rows
+from bpk.plan.parts import in_parts
 from bpk.plan.samples.rows import to_samples
 
 T = TypeVar("T")
@@ -39,10 +40,11 @@ def once(compute: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P],
 class Rows:
     """All uses of one parameter in one backward pass, seen by one sweep.
 
-    `batch_size` is the full batch's `N`, also where the sweep looks at some samples only. An active extension
-    `keeps_rows`, or `keeps_samples` (squares of each sample), if it needs them anyway: others use these then. The loss
-    was multiplied with `loss_scale`. `gradient` and `total` (of all parameters) are there for extensions that ask for
-    them. Values may be written into the memory `spares`; rows belong in `room`, if there is one.
+    The `parameter` is seen as `param`: in parts, if it is complex. `batch_size` is the full batch's `N`, also where the
+    sweep looks at some samples only. An active extension `keeps_rows`, or `keeps_samples` (squares of each sample), if
+    it needs them anyway: others use these then. The loss was multiplied with `loss_scale`. `gradient` and `total` (of
+    all parameters) are there for extensions that ask for them. Values may be written into the memory `spares`; rows
+    belong in `room`, if there is one.
     """
 
     gradient: Tensor | None = None
@@ -59,7 +61,7 @@ class Rows:
         keeps_samples: bool = False,
         loss_scale: float = 1,
     ) -> None:
-        self.param = param
+        self.parameter, self.param = param, in_parts(param)
         self.batch_size = batch_size
         self.uses = uses
         self.keeps_rows, self.keeps_samples = keeps_rows, keeps_samples

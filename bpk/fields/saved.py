@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bpk.fields.local import Noted, mark
 from bpk.fields.parameter_state import ParameterState
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.plan.parts import from_parts, in_precision_of
 from bpk.plan.quantity import Quantity
 from bpk.recording.membership import parameters_in
 
@@ -37,8 +38,10 @@ class SavedFields:
         field = (id(param), name)
         if self.claimed and field in self.claimed and field in self.saved:
             raise one_value_only(self.claimed[field], name)
+        if param.is_complex():
+            value = self.of_complex(param, name, value)
         if isinstance(value, Tensor):
-            value = value if value.dtype is param.dtype else value.to(param.dtype)
+            value = in_precision_of(param, value)
             if value._is_view() and not value.requires_grad:
                 value = value.detach()  # a view would keep its base alive
         elif type(value) is list and len(self.extensions) > 1:
@@ -47,6 +50,11 @@ class SavedFields:
         if self.noted is not None:  # other processes
             mark(param, name, self.noted, state)
         self.saved[field] = param
+
+    def of_complex(self, param: Tensor, name: str, value: Any) -> Any:
+        """A value for a complex parameter: complex where it is made of gradients or columns as they are."""
+        linear = any(extension.savefield == name and extension.linear for extension in self.extensions)
+        return from_parts(value) if linear and isinstance(value, Tensor) else value
 
     def remove_stale(self, models: Iterable[nn.Module], reached: Iterable[int]) -> None:
         """Remove fields of an earlier pass from models that this one trains: it has `reached` parameters of theirs."""

@@ -181,7 +181,7 @@ class Uses(Products):
             return [self]
         turned = [use for use in self.uses if use.rule.transposes(use.name) != first]
         kept = self.keeps_rows, self.keeps_samples
-        return [Uses(self.param, self.batch_size, uses, *kept) for uses in (straight, turned)]
+        return [Uses(self.parameter, self.batch_size, uses, *kept) for uses in (straight, turned)]
 
     def _output_factor_of(self, key: Hashable, approximation: str) -> Tensor:
         if self.simple:

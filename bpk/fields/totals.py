@@ -32,13 +32,13 @@ class Totals:
 
     def keep(self, index: int, uses: Uses) -> None:
         """A parameter has all its uses: add its share, and keep what the value is made of."""
-        known, kept = self.kept.setdefault(id(uses.param), []), lean(uses)
+        known, kept = self.kept.setdefault(id(uses.parameter), []), lean(uses)
         if isinstance(kept, dict) and self.extensions[index].joins_parameters and are_small(kept):
             ((key, block),) = kept.items()
             alike = index, block.device, block.dtype, uses.param.dtype, block.shape[1]
             if alike not in self.together:
                 self.together[alike] = Together(uses, key)
-            self.together[alike].add(uses.param, block[0])
+            self.together[alike].add(uses.parameter, block[0])
             return
         whole = KeptRows(uses, kept) if isinstance(kept, dict) else kept
         self.add(index, whole)
@@ -79,7 +79,7 @@ class Totals:
                         totals[index] = extension.of_total(self.totals[index].to(device), uses.batch_size)
                     uses.total = totals[index]
                     value = value_of(extension, uses)
-                    for param, part in uses.parted(value) if isinstance(uses, Together) else [(uses.param, value)]:
+                    for param, part in uses.parted(value) if isinstance(uses, Together) else [(uses.parameter, value)]:
                         yield param, extension.savefield, part
 
     def clear(self) -> None:

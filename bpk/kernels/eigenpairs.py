@@ -14,6 +14,7 @@ from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.random_state import RandomState
 from bpk.kernels.passes import OfGradients, OfRoot, OfSums, require_loss, run, trained
+from bpk.plan.parts import as_parameter, in_parts
 from bpk.sweeps.starts.square_root import columns_at
 
 OF = ("ggn", "ggn_mc", "empirical_fisher")
@@ -76,27 +77,29 @@ def eigenpairs(model: nn.Module, loss: Tensor, k: int = 10, of: str = "ggn", mc_
     values, vectors = gram.top(k)
     del gram
     weights = vectors / values.sqrt()[:, None, None]
-    found = {id(p): p.new_zeros(len(values), *p.shape) for p in params.values()}
+    parts = {id(p): in_parts(p.detach()) for p in params.values()}
+    found = {key: p.new_zeros(len(values), *p.shape) for key, p in parts.items()}
     if not len(values):  # the matrix is zero, as the GGN of a loss that is linear in its prediction
         nothing = values.new_zeros(vectors.shape[2], 0)
-        return Eigenpairs(values, {name: found[id(p)] for name, p in params.items()}, nothing, nothing)
+        return Eigenpairs(values, {name: as_parameter(found[id(p)], p) for name, p in params.items()}, nothing, nothing)
 
     def of_gradients(uses: Uses) -> Tensor:
-        for vector, sums in zip(weights[:, 0], found[id(uses.param)], strict=True):
+        for vector, sums in zip(weights[:, 0], found[id(uses.parameter)], strict=True):
             sums += uses.summed(vector.to(sums.dtype))
         return values
 
     def of_columns(uses: Uses) -> Tensor:
         for key in uses.keys:
-            found[id(uses.param)][columns_at(key)] += uses.sum_of_rows(key)
+            found[id(uses.parameter)][columns_at(key)] += uses.sum_of_rows(key)
         return values
 
     with state.again():  # the same draws
         again = OfGradients(FIELD, of_gradients) if by_gradients else OfSums(FIELD, of_columns, weights, draws)
         run(model, loss, again, keep=True)
-    slopes = run(model, loss, OfGradients(FIELD, lambda uses: uses.along(found[id(uses.param)])[0]), keep=True)[FIELD]
+    along = OfGradients(FIELD, lambda uses: uses.along(found[id(uses.parameter)])[0])
+    slopes = run(model, loss, along, keep=True)[FIELD]
     curvatures = values * vectors.square().sum(1).T
-    return Eigenpairs(values, {name: found[id(p)] for name, p in params.items()}, slopes, curvatures)
+    return Eigenpairs(values, {name: as_parameter(found[id(p)], p) for name, p in params.items()}, slopes, curvatures)
 
 
 class Gram:

@@ -100,7 +100,7 @@ def one_after_the_other(model: nn.Module, first: Batch, second: Batch, kind: str
     shape = outputs.shape
 
     def keep(uses: Uses) -> Tensor:
-        kept[id(uses.param)] = [*uses.pieces()]
+        kept[id(uses.parameter)] = [*uses.pieces()]
         return uses.param.new_zeros(())
 
     of_outputs(model, outputs, OfRoot(FIELD, keep))
@@ -113,7 +113,7 @@ def one_after_the_other(model: nn.Module, first: Batch, second: Batch, kind: str
         )
 
     def value(uses: Uses) -> Tensor:
-        before = kept.pop(id(uses.param), None)
+        before = kept.pop(id(uses.parameter), None)
         if before is None:  # the first batch does not use it
             nothing = uses.param.new_zeros(shape[1:].numel(), shape[0], 0)
             return contracted([nothing], [rows[..., :0] for rows in uses.pieces()], kind)

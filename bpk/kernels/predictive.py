@@ -63,7 +63,7 @@ def predicted(model: nn.Module, x: Inputs, posterior: Posterior) -> tuple[Tensor
 
     def statistic(kind: str) -> OfRoot:
         def value(uses: Uses) -> Tensor:
-            return named[id(uses.param)][kind](uses)
+            return named[id(uses.parameter)][kind](uses)
 
         return OfRoot(f"_bpk_{kind}", value)
 

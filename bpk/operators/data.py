@@ -59,6 +59,10 @@ class Problem:
             raise self.refused("a loss that is no module", "its divisor is read from it", "pass nn.CrossEntropyLoss()")
         if not self.params:
             raise self.refused("a model without trainable parameters", "it has no columns", "unfreeze some")
+        if any(p.is_complex() for p in self.params.values()):
+            why = "their curvature is linear in real and imaginary parts, and in no complex vectors"
+            do = "write them as two real ones (torch.nn.utils.parametrize, torch.complex), or freeze them"
+            raise self.refused("complex parameters", why, do)
         if len({(p.dtype, p.device) for p in self.params.values()}) > 1:
             why = "vectors are of one dtype, on one device"
             raise self.refused("parameters of several dtypes or devices", why, "convert the model, or freeze some")

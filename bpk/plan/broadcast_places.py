@@ -70,7 +70,7 @@ def broadcast_parameters(source: Source) -> dict[int, list[Broadcast]]:
     leaves = {id(leaf): node for node in source.nodes if (leaf := leaf_of(node)) is not None}
     found = {}
     for k, p in enumerate(source.trained):
-        uses = uses_of(p, leaves[id(p)], users, of_data) if id(p) in leaves else None
+        uses = uses_of(p, leaves[id(p)], users, of_data) if id(p) in leaves and not p.is_complex() else None
         if uses:
             found[k] = uses
     return found

@@ -16,6 +16,7 @@ from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.second_order.corrected import corrected
 from bpk.jacobians.second_order.graph import Ends, vector_jacobian_products
 from bpk.jacobians.second_order.group_norm import inputs_of_group_norms
+from bpk.plan.parts import in_parts
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.attention_kernels import SavedInside
@@ -41,7 +42,7 @@ class Source:
     `consumer` is that call, `index` the input. `targets` are recorded calls with the graph edge of their output.
     Without a `stretch` the input *is* the output of the only target; with one, plain autograd lies in between and is
     asked for the products. `leaves` are what the stretch uses directly, `trained` those that extended modules hold as
-    parameters, `functions` the names of its nodes.
+    parameters (complex ones are seen in their parts), `functions` the names of its nodes.
 
     Columns are those that rules see (`[V, N, ...]`, batch axis in front); ports translate to autograd's tensors.
     """
@@ -97,15 +98,16 @@ class Source:
         with torch.enable_grad(), CTX.quietly(), corrected(self.nodes):
             at_end = self.entrance.one_to_graph(grad)
             found = pull_back(ends, beginnings, (at_end,), create_graph=True)
-        return tuple([zeros_at(b, grad) if g is None else g for b, g in zip(beginnings, found, strict=True)])
+            known = [zeros_at(b, grad) if g is None else g for b, g in zip(beginnings, found, strict=True)]
+            return tuple(map(in_parts, known))
 
     def pull_to_parameters(self, mat: Tensor) -> list[Tensor]:
-        """Multiply columns `[V, *input]` with the transposed Jacobian in each parameter: `[V, *p]`."""
+        """Multiply columns `[V, *input]` with the transposed Jacobian in (the parts of) each parameter: `[V, *p]`."""
         assert self.stretch is not None
         at_end = (self.entrance.to_graph(mat),)
         found = pull_columns([gradient_edge(self.stretch)], [*self.trained, *self.beside], at_end)
         pairs = zip(self.trained, found, strict=False)
-        return [mat.new_zeros(len(mat), *p.shape) if g is None else g for p, g in pairs]
+        return [mat.new_zeros(len(mat), *in_parts(p).shape) if g is None else in_parts(g) for p, g in pairs]
 
     @cached_property
     def beside(self) -> Ends:

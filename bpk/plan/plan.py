@@ -91,7 +91,7 @@ class Plan:
             return Link(producer, step.call.inputs[index].shape[1:], entrance=entrance, exit=exit)
         inputs = [self.step_of[record].call.output for record, _ in source.targets]
         call = StretchCall(source, step.call.inputs[index], inputs, step.samples_of_rows, step.batch_size)
-        params = dict(call.params)
+        params = {str(k): p for k, p in enumerate(source.trained)}
         rows, n = step.samples_of_rows, step.batch_size
         stretch = Step(step.record, STRETCH, call, None, params, rows, n, step, index, mixed=step.mixed)
         stretch.links = {k: Link(self.step_of[record]) for k, (record, _) in enumerate(source.targets)}

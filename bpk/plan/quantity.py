@@ -50,6 +50,7 @@ class Quantity(Protocol):
     needs_total: bool
     joins_parameters: bool
     adds_field: bool
+    linear: bool
 
     @property
     def takes(self) -> Takes:

@@ -24,6 +24,7 @@ from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.broadcast import BroadcastRows
 from bpk.plan.graph import Source
+from bpk.plan.parts import in_parts
 from bpk.plan.samples.rows import of_samples, over_batch
 
 KEPT = 8
@@ -46,7 +47,8 @@ class StretchCall(Call):
         n: int,
         samples: tuple[int, ...] | None = None,
     ) -> None:
-        super().__init__(None, inputs, {str(k): p for k, p in enumerate(source.trained)}, output)
+        params = {str(k): in_parts(p) for k, p in enumerate(source.trained)}
+        super().__init__(None, inputs, params, output)
         self.source = source
         self.samples_of_rows = samples_of_rows
         self.rows_of_inputs: list[Tensor | None] = [None] * len(self.inputs)
@@ -91,7 +93,7 @@ class StretchCall(Call):
             return cast(Sequence[Tensor | RowsThrough], kept[1])
         if self.latest is None or self.latest[0] is not mat or self.latest[1] != together:
             self.latest = mat, together, self.source.pull_to_parameters(mat) if together else self.rows(mat)
-            if sum(p.numel() for p in self.source.trained) <= KEPT * mat.shape[2:].numel():
+            if sum(p.numel() for p in self.params.values()) <= KEPT * mat.shape[2:].numel():
                 self.small[mat] = together, self.latest[2]
         return self.latest[2]
 
@@ -110,7 +112,7 @@ class StretchCall(Call):
             each = [part.pull_to_parameters(at_rows(full, rows)) for rows, _ in places]
             first = torch.tensor([place for _, place in places], dtype=torch.long, device=mat.device)
             for number, k in enumerate(rest):
-                zeros = mat.new_zeros(*mat.shape[:2], *self.source.trained[k].shape)
+                zeros = mat.new_zeros(*mat.shape[:2], *self.params[str(k)].shape)
                 sums = torch.stack([parts[number] for parts in each], 1) if places else zeros
                 complete = len(places) == mat.shape[1] or not places
                 found[k] = sums if complete else zeros.to(sums).index_copy(1, first, sums)

@@ -23,6 +23,7 @@ from bpk.extensions.factors import require_form
 from bpk.fields.eigenbasis import Orders
 from bpk.fields.local import SLOT
 from bpk.jacobians.core.errors import runtime_error, value_error
+from bpk.plan.parts import as_parameter, in_parts
 from bpk.preconditioners.parameters import Means, as_means, require_fits, take_up, trained
 from bpk.preconditioners.passes import Passes
 from bpk.preconditioners.schedules import Schedule, constant, rate_of, require_limit, steps_of, weight_of_past
@@ -109,7 +110,7 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def solve(self, name: str, gradient: Tensor) -> Tensor:
-        """The inverse times the gradient of a parameter."""
+        """The inverse times the gradient of a parameter (its real and imaginary parts, if that is complex)."""
 
     def entries_of(self, means: Means) -> int:
         """Of how many entries of a parameter these means are."""
@@ -173,17 +174,17 @@ class Preconditioner(ABC):
             self.looked_at |= set(trained(self.model).values())  # one that is frozen has not shown any curvature
         self.renew()
         known = {name: p for name, p in self.params.items() if p.grad is not None and name in self.means}
-        solved = {name: self.solve(name, p.grad) for name, p in known.items() if p.grad is not None}
+        solved = {name: self.solve(name, in_parts(p.grad)) for name, p in known.items() if p.grad is not None}
         scale = self.shortened(solved)
         for name, p in known.items():
             assert p.grad is not None
-            p.grad.copy_(solved[name]).mul_(scale)
+            p.grad.copy_(as_parameter(solved[name], p)).mul_(scale)
         self.steps += 1
 
     def follow(self) -> None:
         """Take up parameters that are trained now, and bring what is kept to where they are, in their precision."""
         take_up(trained(self.model), self.params)
-        self.means = {name: [m.to(self.params[name]) for m in means] for name, means in self.means.items()}
+        self.means = {name: [m.to(in_parts(self.params[name])) for m in means] for name, means in self.means.items()}
         self.orders.update({p: None if x is None else x.to(p.device) for p, x in self.orders.items()})
 
     def overflown(self) -> bool:
@@ -221,7 +222,7 @@ class Preconditioner(ABC):
         if self.kl_clip is None or self.lr is None:
             return 1.0
         pairs = [(v, self.params[name].grad) for name, v in solved.items()]
-        products = [torch.sum(v * g, dtype=torch.float64) for v, g in pairs if g is not None]
+        products = [torch.sum(v * in_parts(g), dtype=torch.float64) for v, g in pairs if g is not None]
         length = rate_of(self.at(self.lr)) ** 2 * float(sum(products))
         return min(1.0, (self.kl_clip / length) ** 0.5) if length > 0 else 1.0
 

@@ -21,6 +21,7 @@ from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
 from bpk.fields.local import SLOT, Local
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.products import add_up
+from bpk.plan.parts import in_parts
 from bpk.preconditioners.base import Preconditioner
 from bpk.preconditioners.parameters import Means
 from bpk.preconditioners.schedules import Schedule, both
@@ -134,7 +135,8 @@ class EKFAC(Preconditioner):
 
     def follow(self) -> None:
         super().follow()
-        self.moments.bases.update({p: [basis.to(p) for basis in bases] for p, bases in self.moments.bases.items()})
+        for p, bases in self.moments.bases.items():
+            self.moments.bases[p] = [basis.to(in_parts(p)) for basis in bases]
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"bases": {name: list(self.bases(name)) for name in self.means}}
@@ -190,15 +192,15 @@ class Moments(SquareRootExtension):
     def found_moments(self, uses: Uses) -> Tensor | None:
         """The same, found."""
         note_order(self.orders, uses, uses.factors())
-        bases = self.bases.get(uses.param) or self.found.get(uses.param)
+        bases = self.bases.get(uses.parameter) or self.found.get(uses.parameter)
         if bases is not None:
             require_form(f"of shape {list(uses.param.shape)}", bases, uses.factors())
             return moments_in(uses, [basis.to(uses.param) for basis in bases])
         if are_several(self.group):
-            self.waiting.setdefault(uses.param, []).append(uses)
+            self.waiting.setdefault(uses.parameter, []).append(uses)
             return None
         found = eigenbasis(uses)
-        self.found[uses.param] = found.bases
+        self.found[uses.parameter] = found.bases
         return found.moments
 
     def statistic(self, uses: Uses) -> Parts:

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 
 from bpk.extensions import KFAC as KFACExtension
 from bpk.extensions import KFLR
+from bpk.plan.parts import in_parts
 from bpk.preconditioners.base import Preconditioner
 from bpk.preconditioners.parameters import Means
 from bpk.preconditioners.schedules import Schedule, both
@@ -88,7 +89,7 @@ class KFAC(Preconditioner):
     def follow(self) -> None:
         super().follow()
         for name, inverse in self.inverses.items():
-            inverse.to(self.params[name])
+            inverse.to(in_parts(self.params[name]))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"inverses": {name: x.state_dict() for name, x in self.inverses.items()}}

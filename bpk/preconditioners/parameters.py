@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import type_error, value_error
+from bpk.plan.parts import in_parts
 
 Means = list[Tensor]
 """Running means of what an extension saves on a parameter."""
@@ -74,7 +75,8 @@ def require_fits(
     other = [
         name
         for name, means in state["means"].items()
-        if entries_of(means) != params[name].numel() or [*shapes.get(name, params[name].shape)] != [*params[name].shape]
+        if entries_of(means) != in_parts(params[name]).numel()
+        or [*shapes.get(name, params[name].shape)] != [*params[name].shape]
     ]
     if other:
         raise value_error(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property
 from typing import Any
 
@@ -203,6 +203,16 @@ def around(modules: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Modul
         for whole in wholes:
             mark_whole(whole)
     return containers, wholes
+
+
+def taking_part(modules: Iterable[nn.Module], params: Set[int]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The same of modules, and of those that hold parameters (by `id`) which functions use, in no call of a layer."""
+    modules = list(modules)
+    found = around(modules)
+    if not params or params <= parameters_in(*found[1]).keys():
+        return found
+    holding = [each for each in CTX.all_modules() if not params.isdisjoint(parameters_in(each))]
+    return around([*modules, *holding])
 
 
 def containers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:

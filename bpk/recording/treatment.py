@@ -68,7 +68,7 @@ def treatment_of(
     if are_computed(params):
         return Treatment.PASSAGE
     if rule is None or not rule.is_loss:
-        for x in (*results.values(), *binding.inputs):
+        for x in (*results.values(), *binding.inputs, *[p for p in params.values() if p.requires_grad]):
             if x.is_complex():  # rules have products with real numbers; autograd knows what to conjugate
                 return Treatment.LEAVE
     if isinstance(module, FunctionModule) and (binding.problem or not any(x.dim() for x in results.values())):

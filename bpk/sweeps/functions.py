@@ -120,7 +120,7 @@ def reach_functions(
         for key, sweep in sweeps.items():
             call = whole if sweep.samples is None else whole.subset(sweep.samples)
             column = sweep.column(at_end)
-            for name, param in call.params.items():
+            for name, param in zip(call.params, source.trained, strict=True):
                 use = without_graph(Use(call, STRETCH, name, column, rows), n)
                 parameters.collect(parameters.state_of(param), key, use, n)
 

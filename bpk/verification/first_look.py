@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.nested import tensors_in
+from bpk.plan.parts import in_parts
 from bpk.recording.context.surroundings import is_scripted
 from bpk.verification.objective import coarsest, gradients_of
 from bpk.verification.place import Extent
@@ -54,7 +55,7 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor], torch.dtype
     require_scalar(problem, loss)
     trained = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
     found = zip(trained.items(), gradients_of(loss, list(trained.values())), strict=True)
-    gradients = {name: torch.zeros_like(p) if g is None else g for (name, p), g in found}
+    gradients = {name: torch.zeros_like(in_parts(p)) if g is None else g for (name, p), g in found}
     columns = sum(x.numel() for x in tensors_in(output) if x.requires_grad)
     return Extent(columns // n, max(sizes)), gradients, coarsest(loss)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bpk.plan.parts import in_parts
 from bpk.verification.compare import Tolerance
 from bpk.verification.quantities import largest
 from bpk.verification.reference import Reference
@@ -27,7 +28,7 @@ class Gradients:
     def compare(self, quantity: str, name: str, found: Tensor | None) -> None:
         """Compare all entries of one parameter's gradient; none is a gradient that is zero."""
         right = dense(self.right[name])
-        found = torch.zeros_like(right) if found is None else dense(found)
+        found = torch.zeros_like(right) if found is None else in_parts(dense(found))
         error = torch.where(torch.isfinite(right), found - right, torch.zeros_like(right)).abs().flatten()
         if not error.numel():
             return

@@ -6,15 +6,17 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bpk.context import backpack
 from bpk.extending import extend, memory_cleanup
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.kernels.predictive import only
+from bpk.plan.parts import from_parts, in_parts
 from bpk.verification.gradient import Gradients
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import Problem
@@ -120,6 +122,8 @@ class Measured:
                 value = self.params[name].__dict__.pop(used.savefield, None)
                 if value is None:
                     continue
+                if self.params[name].is_complex():
+                    value = of_parts(value)
                 try:
                     result.read.setdefault(name, []).append(check.read(value, check.at(place)))
                 except Mismatch as error:
@@ -143,6 +147,13 @@ class Measured:
         context.checks_objective = False  # where it would refuse, the comparison shows which numbers are wrong
         with context:
             loss.backward()
+
+
+def of_parts(value: Any) -> Any:
+    """The field of a complex parameter as that of its real and imaginary parts."""
+    if isinstance(value, Tensor):
+        return in_parts(value)
+    return (lambda mat: in_parts(value(from_parts(mat)))) if callable(value) else value
 
 
 def leaves_out(extension: BackpropExtension, warning: str) -> bool:

@@ -20,6 +20,7 @@ from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.second_order.graph import between
+from bpk.plan.parts import in_parts
 from bpk.rules import REGISTRY
 from bpk.verification.problem import Arguments, Problem, with_tensors
 
@@ -147,11 +148,14 @@ def replaced(value: Any, changed: dict[int, Tensor]) -> Any:
 def gradients_of(
     value: Tensor, wrt: Sequence[Tensor], vector: Tensor | None = None, create_graph: bool = False
 ) -> list[Tensor | None]:
-    """`J^T vector` of a value, or the gradient of a scalar; `None` where it does not depend."""
+    """`J^T vector` of a value, or the gradient of a scalar; `None` where it does not depend.
+
+    Complex numbers count as their real and imaginary parts.
+    """
     if not wrt or not value.requires_grad:
         return [None] * len(wrt)
     found = torch.autograd.grad(value, wrt, vector, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    return [g if g is None or g.layout is torch.strided else g.to_dense() for g in found]
+    return [g if g is None else in_parts(g if g.layout is torch.strided else g.to_dense()) for g in found]
 
 
 def coarsest(output: Tensor) -> torch.dtype:

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from bpk.plan.parts import in_parts
 from bpk.verification.layers import Layers, bias_of
 from bpk.verification.objective import Objective, coarsest, gradients_of
 from bpk.verification.place import Place
@@ -209,7 +210,8 @@ class Reference:
 
         A product of the GGN with all parameters at once tells; where autograd cannot, none is taken for zero.
         """
-        vectors = {name: torch.linspace(1, 2, p.numel()).to(p).reshape(p.shape) for name, p in self.params.items()}
+        parts = {name: in_parts(p.detach()) for name, p in self.params.items()}
+        vectors = {name: torch.linspace(1, 2, p.numel()).to(p).reshape(p.shape) for name, p in parts.items()}
         try:
             with derivatives(), self.sampled(None):
                 found = self.ggn_times(vectors, range(self.n))

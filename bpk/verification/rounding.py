@@ -39,7 +39,9 @@ class Moving(EachOperation):
 
     def moved(self, x: Any, in_place: bool) -> Any:
         """Each entry a little larger or smaller."""
-        if not isinstance(x, Tensor) or x.layout is not torch.strided or not x.is_floating_point():
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            return x
+        if not (x.is_floating_point() or x.is_complex()):
             return x
         drawn = torch.randn(x.shape, generator=self.generator, dtype=torch.float64, device="cpu")
         other = x * (1 + self.size * drawn).to(x)

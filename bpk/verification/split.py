@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.numeric import placeholder
+from bpk.plan.parts import in_parts
 from bpk.verification.objective import Points, gradients_of
 from bpk.verification.problem import Problem
 from bpk.verification.samples import SamplesMix, owners
@@ -73,4 +74,4 @@ def grads(
 ) -> list[Tensor]:
     """The same as `gradients_of`, with zeros where nothing depends."""
     found = gradients_of(output, wrt, vector, create_graph)
-    return [torch.zeros_like(w) if g is None else g for g, w in zip(found, wrt, strict=True)]
+    return [torch.zeros_like(in_parts(w)) if g is None else g for g, w in zip(found, wrt, strict=True)]

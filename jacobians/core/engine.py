@@ -48,6 +48,7 @@ ENTRIES = (
     "torch._weight_norm(torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)).grad_fn._saved_v",
     "torch._weight_norm(torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)).grad_fn._saved_g",
     "torch._weight_norm(torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)).grad_fn._saved_dim",
+    "torch.ones(1, dtype=torch.cfloat, requires_grad=True).abs().grad_fn._saved_self",
 )
 """What this file uses."""
 

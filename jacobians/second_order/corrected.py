@@ -1,7 +1,8 @@
 """Nodes of autograd's graph whose gradients are right, and the derivatives of these are not: right ones in their place.
 
 Beside weight normalisation (`weight_norm.py`), these are normalisations that have a bias and no weight. Torch (seen in
-2.13) takes the gradient of their bias for a constant: a sum of what arrives.
+2.13) takes the gradient of their bias for a constant: a sum of what arrives. And it is the modulus of complex numbers:
+where one is zero, the derivative of torch's second derivative is NaN, as that of a quotient that is masked afterwards.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import torch
 from torch.autograd.graph import Node
 
+from bpk.jacobians.core.engine import is_checkpointed, saved
 from bpk.jacobians.second_order import weight_norm
 from bpk.jacobians.second_order.weight_norm import Gradients
 
 LAYER_NORM = "NativeLayerNormBackward0"
 NORMALISATIONS = (LAYER_NORM, *(f"{kind}BatchNormBackward0" for kind in ("Native", "Cudnn", "Miopen")))
 """What autograd calls those that have a right second derivative otherwise. Their arguments: input, weight, bias."""
+
+MODULUS = "AbsBackward0"
 
 
 @contextmanager
@@ -36,6 +41,8 @@ def right_gradient(node: Node) -> Callable[[Node, Gradients, Gradients], Gradien
     name = node.name()
     if name == weight_norm.FUSED:
         return weight_norm.gradient
+    if name == MODULUS and not is_checkpointed(node, "self") and saved(node, "self").is_complex():
+        return of_modulus
     if name in NORMALISATIONS and node.next_functions[1][0] is None and node.next_functions[2][0] is not None:
         return with_bias
     return None
@@ -49,3 +56,13 @@ def with_bias(node: Node, sent: Gradients, arrived: Gradients) -> Gradients:
     kept = range(grad.dim() - bias.dim(), grad.dim()) if node.name() == LAYER_NORM else (1,)
     summed = [axis for axis in range(grad.dim()) if axis not in kept]
     return *sent[:2], (grad.sum(summed) if summed else grad).to(bias.dtype)
+
+
+def of_modulus(node: Node, sent: Gradients, arrived: Gradients) -> Gradients:
+    """What the modulus of complex numbers sends: `z / |z|` times what has arrived, and nothing at zero."""
+    if arrived[0] is None:
+        return sent
+    z = saved(node, "self")
+    zero = z == 0
+    length = torch.where(zero, 1.0, z.real.square() + z.imag.square()).sqrt()
+    return (arrived[0] * (torch.where(zero, 0.0, z) / length),)

@@ -244,12 +244,6 @@ def test_integer_parameter_gets_no_field() -> None:
     torch.testing.assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
 
 
-def test_complex_parameter() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3, dtype=torch.complex128))
-    with refuses(model, ValueError, "complex", "1.weight", "Why:", "Do:"):
-        bpk.extend(model)
-
-
 # ---- layers ------------------------------------------------------------------------------------------
 class Unknown(nn.Module):
     """A layer with a parameter that no rule knows."""

@@ -31,6 +31,7 @@ class BatchGrad(GradientExtension):
     """
 
     field = "grad_batch"
+    linear = True
     form = Form.SAMPLES
     needs_rows = True
     over_batches = Rows()

@@ -91,6 +91,7 @@ class WeightedGrad(GradientExtension):
     """
 
     field = "weighted_grad"
+    linear = True
     form = Form.BATCH
     power = 1
     needs_independence = True

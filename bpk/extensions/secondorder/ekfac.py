@@ -92,7 +92,7 @@ class EKFLR(SquareRootExtension):
 
     def number_of(self, uses: Uses) -> int:
         """Which of the given bases are the parameter's, if they fit its factors."""
-        number, sizes = self.numbers.get(uses.param), [len(factor) for factor in uses.factors()]
+        number, sizes = self.numbers.get(uses.parameter), [len(factor) for factor in uses.factors()]
         assert self.given is not None
         known = "none" if number is None else [list(basis.shape) for basis in self.given[number]]
         if number is None or known != [[size, size] for size in sizes]:

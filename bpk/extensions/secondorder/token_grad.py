@@ -42,6 +42,7 @@ class TokenGrad(TokenGradientExtension):
     """
 
     field = "grad_token"
+    linear = True
     form = Form.TOKENS
     needs_rows = True
     over_batches = Rows()

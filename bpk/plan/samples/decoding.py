@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from bpk.plan.parts import in_parts
+
 AT_ONCE = 1 << 18
 """How many numbers are compared at a time: the first rows that fail save the others."""
 
@@ -67,8 +69,7 @@ def decode(mat: Tensor, n: int, tolerance: float, in_order: bool = True) -> Tens
     """
     flat, parts = mat[..., None].flatten(2), []
     for piece in flat.split(max(1, AT_ONCE // max(1, flat.shape[0] * flat.shape[2])), 1):
-        real = torch.view_as_real(piece).flatten(2) if piece.is_complex() else piece
-        plain, *masked = real.double().nan_to_num(0.0)
+        plain, *masked = in_parts(piece).flatten(2).double().nan_to_num(0.0)
         length, products = plain.square().sum(1), torch.stack(masked)
         one = ((products * plain).sum(2) / torch.where(length > 0, length, 1.0)).round().clamp(0, 1)  # [K, R]
         if ((products - one[..., None] * plain).square().sum(2) > tolerance**2 * length).any():

@@ -23,6 +23,7 @@ from torch.autograd.graph import Node
 from bpk.jacobians.rule import Rule
 from bpk.plan.dependence import relevant_attributes
 from bpk.plan.graph import Source
+from bpk.plan.parts import in_parts
 from bpk.plan.samples.decoding import all_different
 from bpk.plan.samples.probing import send_back, tolerance_of
 from bpk.plan.sources import Sources
@@ -176,8 +177,7 @@ def confirms(root: Record, above: list[Record], sources: Sources, n: int, rows: 
         of_rows = rows.get(record, in_order)
         if mat.shape[1] != len(of_rows):
             return False
-        real = torch.view_as_real(mat) if mat.is_complex() else mat
-        plain, weighted = real[..., None].flatten(2).double().nan_to_num(0.0)
+        plain, weighted = in_parts(mat)[..., None].flatten(2).double().nan_to_num(0.0)
         expected = plain * weights[of_rows.clamp(min=0)][:, None] * (of_rows >= 0)[:, None]
         if ((weighted - expected).square().sum(1) > tolerance**2 * weighted.square().sum(1)).any():
             return False

@@ -50,6 +50,9 @@ ToCopy Trace Transpose Tril Triu Unbind UnsafeView Unsqueeze Var Vdot View""")
 ALONE_OF = "bpk.alone"
 """Under which name a node keeps whether it hands out what is made of leaves alone."""
 
+MODULUS = "Abs"
+"""Linear (almost everywhere) in real numbers only."""
+
 FRACTION = "Div"
 """Linear in its first argument."""
 
@@ -68,7 +71,7 @@ def is_linear(node: Node, meant: Callable[[Edge], bool] = is_differentiable) -> 
         return True
     name = function_name(node)
     if name in LINEAR:
-        return True
+        return name != MODULUS or not engine.kind_of_output(*node.next_functions[0])[1].is_complex
     places = [k for k, edge in enumerate(node.next_functions) if meant(edge)]
     return places == [0] if name == FRACTION else name in BILINEAR and len(places) == 1
 

@@ -64,15 +64,18 @@ class Unseen(NamedTuple):
     def given_to_layer(self, params: dict[str, Tensor], place: int, *names: str) -> list[Any] | None:
         """The same of a layer with these parameters, whose input is kept under the first name, and comes in at a place.
 
-        `None`: the call is left to autograd. Of an input that is made of parameters, rows are no samples.
+        `None`: the call is left to autograd. Of an input that is made of parameters, rows are no samples; autograd
+        knows what to conjugate of complex numbers.
         """
         if any(p not in self.extended for p in params.values()) or is_of_parameters(self.node.next_functions[place][0]):
             return None
         kept = self.kept(*names)
         if kept is None or is_frozen_parameter(kept[0]):
             return None
-        kind = kept[0].device, kept[0].is_complex()
-        return kept if all((p.device, p.is_complex()) == kind for p in params.values()) else None
+        together = (kept[0], *params.values())
+        if any(x.is_complex() for x in together) or len({x.device for x in together}) > 1:
+            return None
+        return kept
 
     def written(
         self,

@@ -19,6 +19,7 @@ from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import runtime_error, type_error, value_error
 from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.losses.loss import Loss
+from bpk.plan.parts import as_parameter, in_parts
 from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.plan.step import promoted
 from bpk.recording.context.state import CTX
@@ -45,7 +46,7 @@ class BlockProduct:
         self.tape: Tape = uses.uses[-1].arrived[0]  # which lives as long as one of its products
         self.tape.products.add(self)
         self.frames: list[Frame] = self.tape.frames[: max(use.arrived[1] for use in uses.uses)]
-        self.param = uses.param
+        self.param = uses.parameter
         self.curvature = curvature
         self.scale = uses.loss_scale
         self.differentiable = torch.is_grad_enabled()
@@ -89,7 +90,9 @@ class BlockProduct:
         if not mat.numel():  # no vectors: rules expect one at least
             return torch.zeros_like(mat)
         with CTX.quietly(), torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
-            found = self.multiply(mat) if several else self.multiply(mat[None])[0]
+            product = self.multiply(in_parts(mat if several else mat[None]))
+            found = as_parameter(product, mat)
+            found = found if several else found[0]
             return found if self.scale == 1 else found / self.scale
 
     @cached_property

@@ -13,6 +13,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import placeholder
 from bpk.jacobians.second_order.corrected import corrected
 from bpk.plan.graph import Source, pull_columns
+from bpk.plan.parts import in_parts
 from bpk.plan.samples.rows import along_rows, of_samples, over_batch
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.ports import Port
@@ -101,7 +102,7 @@ class LinearisedStretch:
         ends, columns = [g for g, _ in curved], [w for _, w in curved]
         with corrected(source.nodes):
             gradient = torch.autograd.grad(ends, source.beginnings(), columns, create_graph=True, allow_unused=True)
-        return probes, list(gradient)
+            return probes, [None if g is None else in_parts(g) for g in gradient]
 
     def push(self, tangents: Mapping[Wrt, Tensor]) -> Tensor:
         """`J t`: from tangents at the producers' outputs and at the parameters to the tangent at the input."""

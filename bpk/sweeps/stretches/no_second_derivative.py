@@ -13,6 +13,7 @@ from bpk.jacobians.second_order.corrected import NORMALISATIONS
 from bpk.jacobians.second_order.once import refused_as
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source
+from bpk.plan.parts import in_parts
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.identity import function_name
 
@@ -73,8 +74,7 @@ def is_hidden(source: Source, grad: Tensor) -> bool:
     """
     u = draw(grad.shape, grad, 0).requires_grad_()
     with torch.enable_grad(), CTX.quietly():
-        found = [torch.view_as_real(g) if g.is_complex() else g for g in source.gradients(u)]
-        parts = [g * draw(g.shape, g, k + 1) for k, g in enumerate(found)]
+        parts = [g * draw(g.shape, g, k + 1) for k, g in enumerate(map(in_parts, source.gradients(u)))]
         values = torch.cat([part.detach().flatten() for part in parts])
         known = [part.sum() for part in parts if part.requires_grad]
         (slope,) = torch.autograd.grad(known, u, allow_unused=True) if known else (None,)

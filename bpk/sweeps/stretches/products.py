@@ -12,6 +12,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.second_order.factoring import factor
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source, pull_columns
+from bpk.plan.parts import in_parts
 from bpk.recording.graph.ports import OneSample, Port
 from bpk.sweeps.stretches.no_second_derivative import not_differentiable, require_curvature
 
@@ -66,12 +67,17 @@ class StretchProducts:
         beginnings = [*self.source.beginnings()[first:], *self.source.beside]
         found = pull_columns(ends, beginnings, columns, create_graph=False)
         known = zip(found, self.gradients[first:], strict=False)
-        return [g.new_zeros(len(columns[0]), *g.shape) if mat is None else mat for mat, g in known]
+        return [g.new_zeros(len(columns[0]), *g.shape) if mat is None else in_parts(mat) for mat, g in known]
+
+    @property
+    def of_trained(self) -> list[torch.Size]:
+        """The shapes of the parameters."""
+        return [in_parts(p).shape for p in self.source.trained]
 
     @property
     def all_shapes(self) -> list[torch.Size]:
         """Of every target `[N, *x]`, then of every parameter."""
-        return [*self.shapes, *[p.shape for p in self.source.trained]]
+        return [*self.shapes, *self.of_trained]
 
     @cached_property
     def is_zero(self) -> bool:
@@ -140,8 +146,8 @@ class StretchProducts:
 
     def by_parameter(self, flat: Tensor) -> list[Tensor]:
         """`[..., all parameters]` as `[..., *p]` of each."""
-        parts = flat.split([p.numel() for p in self.source.trained], -1)
-        return [part.reshape(*part.shape[:-1], *p.shape) for part, p in zip(parts, self.source.trained, strict=True)]
+        parts = flat.split([shape.numel() for shape in self.of_trained], -1)
+        return [part.reshape(*part.shape[:-1], *shape) for part, shape in zip(parts, self.of_trained, strict=True)]
 
 
 def filled(x: Tensor, size: int, axis: int) -> Tensor:

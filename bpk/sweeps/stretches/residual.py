@@ -56,14 +56,14 @@ class StretchResidual(StretchProducts):
             targets = self.of_targets_alone() if self.shapes else self.by_sample(balanced=False)
             found = [lazy.all() for lazy in self.of_parameters(balanced=False)]
         nothing = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
-        lacking = [self.grad.new_zeros(1, len(self.grad), *p.shape) for p in self.source.trained]
+        lacking = [self.grad.new_zeros(1, len(self.grad), *shape) for shape in self.of_trained]
         params = found[0] if found else (dict(enumerate([*nothing, *lacking])), self.grad.new_zeros(1, len(self.grad)))
         return targets, (list(params[0].values()), params[1])
 
     def of_targets_alone(self) -> Group:
         """The eigendecomposition of `R_xx`; parameters have zeros."""
         parts, signs = self.by_position().all()
-        own = [signs.new_zeros(()).expand(*signs.shape, *p.shape) for p in self.source.trained]
+        own = [signs.new_zeros(()).expand(*signs.shape, *shape) for shape in self.of_trained]
         return [*parts.values(), *own], signs
 
     def groups(self, by_row: bool = False) -> Groups:
@@ -199,7 +199,7 @@ class StretchResidual(StretchProducts):
     def with_parameters(self) -> LazyColumns:
         """`[[R_xx, R_xp], [R_px, 0]]`, position by position."""
         n, positions, size = self.dense_shape
-        params = sum(p.numel() for p in self.source.trained)
+        params = sum(shape.numel() for shape in self.of_trained)
         mixed = []
         for part in torch.eye(params, dtype=self.grad.dtype, device=self.grad.device).split(self.at_once):
             zeros = [part.new_zeros(len(part), *shape) for shape in self.shapes]
@@ -223,10 +223,10 @@ class StretchResidual(StretchProducts):
     def of_parameters(self, balanced: bool) -> Groups:
         """`R_pp` of every sample (nothing where the stretch is linear in its parameters)."""
         zeros = [self.grad.new_zeros(1, *shape) for shape in self.shapes]
-        probe = [draw((1, *p.shape), self.grad, k) for k, p in enumerate(self.source.trained)]
+        probe = [draw((1, *shape), self.grad, k) for k, shape in enumerate(self.of_trained)]
         if not any(bool(mat.any()) for mat in self.product([*zeros, *probe])[len(self.shapes) :]):
             return []
-        size = sum(p.numel() for p in self.source.trained)
+        size = sum(shape.numel() for shape in self.of_trained)
         dense = []
         for n in range(len(self.grad)):
             of_sample = torch.zeros_like(self.grad)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpk.jacobians.second_order.structure import Couplings
 from bpk.plan.graph import Source
+from bpk.plan.parts import in_parts
 from bpk.sweeps.stretches.no_second_derivative import differentiable_twice
 from bpk.sweeps.stretches.products import StretchProducts
 
@@ -53,7 +54,7 @@ class ParameterCurvature:
     def diagonal_of(self, products: StretchProducts) -> Tensor:
         """The diagonal `[*p]` of a matrix, from one product if it is one, or else from one for each entry."""
         products.require_values_only()
-        (param,) = self.source.trained
+        param = in_parts(self.source.trained[0].detach())
         size = param.numel()
         entries = torch.arange(size, device=param.device)
         found = Couplings(products.product, [param.shape], param)

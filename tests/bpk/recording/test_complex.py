@@ -101,3 +101,16 @@ def test_complex_predictions_are_refused_at_second_order(extension: Any) -> None
     torch.testing.assert_close(layer.weight.grad_batch.sum(0), layer.weight.grad)
     with pytest.raises(NotImplementedError, match="complex numbers"), bpk.backpack(extension()):
         loss.backward()
+
+
+def test_moduli_of_zero_have_products() -> None:
+    """Torch's second derivative there is right, and its derivative was NaN, and so were products with the Hessian."""
+    model, x, y = Complex("modulus of a product").double(), rand(3, 4), torch.randint(3, (3,))
+    assert isinstance(model.layer, nn.Linear)
+    model.layer.weight.data[1], model.layer.bias.data[1] = 0.0, 0.0
+    ref = Reference(model, (x,), lambda pred: nn.functional.cross_entropy(pred, y))
+    backward(bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), x, y, E.HMP(), E.DiagHessian())
+    for name in ("re", "im"):
+        p = model.get_parameter(name)
+        torch.testing.assert_close(p.hmp(torch.eye(4, dtype=p.dtype)), ref.hessian(name))
+        torch.testing.assert_close(p.diag_h, ref.diag_h(name))

@@ -14,6 +14,7 @@ from bpk.fields.statistics import Uses
 class SqrtGGN(SquareRootExtension):
     """Common part: `V = J^T S` with `GGN = V V^T`."""
 
+    linear = True
     form = Form.ROOT
     needs_rows = True
     combines = stacks = True
