@@ -6,7 +6,7 @@ by side: one pass of autograd brings those of all samples, where row by row woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.rows_through import RowsThrough
-from bpk.plan.broadcast_places import Broadcast, broadcast_along_rows, broadcast_parameters
+from bpk.plan.broadcast_places import Spread, SpreadPlaces
 from bpk.plan.graph import Source, gradient_edge, pull_columns
 from bpk.plan.parameter_bottleneck import ParameterBottleneck
+from bpk.plan.parts import in_parts
 from bpk.plan.samples.rows import along_rows
 from bpk.recording.graph.nodes import Edge
 
@@ -40,29 +41,34 @@ class BroadcastRows:
 
     def __init__(self, source: Source, output: Tensor, test: Callable[[], Tensor] | None = None) -> None:
         self.source, self.count, self.device = source, len(output), output.device
-        self.places: dict[int, list[tuple[Broadcast, int]]] = {}
-        """By number of a parameter: the functions, and which axis of their results holds the rows."""
+        self.places: dict[int, list[tuple[Spread, int]]] = {}
+        """By number of a parameter: the functions, and where their results hold the rows."""
         self.bottlenecks: dict[Edge, ParameterBottleneck] = {}
-        found = {} if torch.is_grad_enabled() or self.count < 2 else broadcast_parameters(source)
-        if source.stretch is None or not found:
+        if source.stretch is None or torch.is_grad_enabled() or self.count < 2:
             return
-        proven = broadcast_along_rows(source, self.count, found)
-        self.places = {k: [(use, 0) for use in uses] for k, uses in proven.items()}
-        rest = {k: uses for k, uses in found.items() if k not in proven}
-        if rest:
-            column = output if test is None else test()
-            labels = labels_of(self.count, column)
-            pulled = self.pull(rest, torch.stack([column, *(column * along_rows(x, column) for x in labels)]))
-            for k, uses in rest.items():
-                axes = [axis_of_rows(pulled[use.node], labels, use.shape) for use in uses]
-                known = [(use, axis) for use, axis in zip(uses, axes, strict=True) if axis is not None]
-                if len(known) == len(uses):
-                    self.places[k] = known
+        spread = SpreadPlaces(source)
+        proven = spread.along_rows(self.count)
+        for k, uses in proven.items():
+            first = [(use, use.place_on_first_axis()) for use in uses]
+            self.places[k] = [(use, place) for use, place in first if place is not None]
+        rest = [k for k in range(len(source.trained)) if k not in proven]
+        candidates = spread.candidates(rest)
+        if not candidates:
+            return
+        column = output if test is None else test()
+        labels = labels_of(self.count, column)
+        pulled = self.pull(candidates, torch.stack([column, *(column * along_rows(x, column) for x in labels)]))
+        where = {use: use.place_of_rows(pulled[use.node], labels) for use in candidates}
+        known = {use: place for use, place in where.items() if place is not None}
+        for k in rest:
+            found = spread.of_parameter(k, known.__contains__)
+            if found is not None:
+                self.places[k] = [(use, known[use]) for use in found]
 
-    def pull(self, uses: Mapping[int, Iterable[Broadcast]], mat: Tensor) -> dict[Node, Tensor | None]:
+    def pull(self, uses: Iterable[Spread], mat: Tensor) -> dict[Node, Tensor | None]:
         """Columns `[V, R, *out]` at the end as columns at the results of functions."""
         assert self.source.stretch is not None
-        nodes = list(dict.fromkeys(use.node for some in uses.values() for use in some))
+        nodes = list(dict.fromkeys(use.node for use in uses))
         edges = [GradientEdge(node, 0) for node in nodes]
         found = pull_columns([gradient_edge(self.source.stretch)], edges, (self.source.entrance.to_graph(mat),))
         return dict(zip(nodes, found, strict=True))
@@ -71,27 +77,37 @@ class BroadcastRows:
         """By number of the parameter: `[V, R, *p]` for columns `[V, R, *out]`."""
         if not self.places:
             return {}
-        pulled = self.pull({k: [use for use, _ in uses] for k, uses in self.places.items()}, mat)
+        pulled = self.pull((use for uses in self.places.values() for use, _ in uses), mat)
+        made: dict[Spread, Tensor] = {}  # several parameters share what is computed from them
+        shared: dict[Spread, list[int]] = {}
+        for k, uses in self.places.items():
+            for use, place in uses:
+                grad = pulled[use.node]
+                if grad is not None:
+                    made[use] = use.of_samples(grad, place, self.count) if use not in made else made[use]
+                    shared.setdefault(use, []).append(k)
         found: dict[int, Tensor | RowsThrough] = {}
-        narrowed: dict[tuple[Node, Edge], Tensor] = {}  # several parameters share what is computed from them
+        narrowed: dict[tuple[Node, Edge], Tensor] = {}
+        known: dict[Spread, dict[int, Tensor]] = {}
         for k, uses in self.places.items():
             p = self.source.trained[k]
-            parts = [
-                (use, summed(use.times(grad), axis, self.count, use.shape))
-                for use, axis in uses
-                if (grad := pulled[use.node]) is not None
-            ]
+            parts = [(use, made[use]) for use, _ in uses if use in made]
             through = self.through_bottlenecks(parts, p, mat.dtype, narrowed)
             if through is not None:
                 found[k] = through
                 continue
-            each = [at_parameter(rows, use, p) for use, rows in parts]
-            found[k] = (add_up(each) if each else mat.new_zeros(len(mat), self.count, *p.shape)).to(mat.dtype)
+            for use, rows in parts:
+                if use not in known:
+                    params = [self.source.trained[other] for other in shared[use]]
+                    known[use] = dict(zip(shared[use], at_parameters(rows, use, params), strict=True))
+            each = [in_parts(known[use][k]) for use, _ in parts]
+            zeros = () if each else (mat.new_zeros(len(mat), self.count, *in_parts(p).shape),)
+            found[k] = add_up([*each, *zeros]).to(mat.dtype)
         return found
 
     def through_bottlenecks(
         self,
-        parts: Sequence[tuple[Broadcast, Tensor]],
+        parts: Sequence[tuple[Spread, Tensor]],
         param: Tensor,
         dtype: torch.dtype,
         narrowed: dict[tuple[Node, Edge], Tensor],
@@ -103,7 +119,9 @@ class BroadcastRows:
         columns: list[Tensor] = []
         jacobians: list[Tensor] = []
         for use, rows in parts:
-            if use.start is None or not self.bottleneck(use.start).pays(rows.shape[0] * rows.shape[1]):
+            if use.start is None or rows.is_complex() or param.is_complex():
+                return None
+            if not self.bottleneck(use.start).pays(rows.shape[0] * rows.shape[1]):
                 return None
             narrow, place = self.bottleneck(use.start), (use.node, use.start)
             if place not in narrowed:
@@ -119,19 +137,14 @@ class BroadcastRows:
         return self.bottlenecks[start]
 
 
-def at_parameter(rows: Tensor, use: Broadcast, param: Tensor) -> Tensor:
-    """Rows `[V, R, ...]` of what a function spreads as rows of the parameter that this is computed from."""
+def at_parameters(rows: Tensor, use: Spread, params: Sequence[Tensor]) -> list[Tensor]:
+    """Rows `[V, R, ...]` of what a function spreads as rows of the parameters that this is computed from."""
     if use.start is None:
-        return rows
-    (found,) = pull_columns([gradient_edge(use.start)], [param], (rows.flatten(0, 1),))
-    return rows.new_zeros(*rows.shape[:2], *param.shape) if found is None else found.unflatten(0, rows.shape[:2])
-
-
-def summed(grad: Tensor, axis: int, count: int, shape: Sequence[int]) -> Tensor:
-    """Rows `[V, R, *shape]` of columns `[V, *result]`, of which an `axis` of the result holds the rows."""
-    own = (*(1,) * (grad.dim() - 1 - len(shape)), *shape)
-    goal = [count if k == axis else n for k, n in enumerate(own)]
-    return grad.sum_to_size(len(grad), *goal).movedim(1 + axis, 1).reshape(len(grad), count, *shape)
+        return [rows] * len(params)
+    pulled = pull_columns([gradient_edge(use.start)], params, (rows.flatten(0, 1),))
+    lead = rows.shape[:2]
+    pairs = zip(pulled, params, strict=True)
+    return [rows.new_zeros(*lead, *p.shape) if g is None else g.unflatten(0, lead) for g, p in pairs]
 
 
 def labels_of(rows: int, like: Tensor) -> list[Tensor]:
@@ -142,18 +155,3 @@ def labels_of(rows: int, like: Tensor) -> list[Tensor]:
         labels.append(torch.exp2((numbers % BASE - BASE // 2).to(like.dtype)))
         numbers, rows = numbers // BASE, -(-rows // BASE)
     return labels
-
-
-def axis_of_rows(pulled: Tensor | None, labels: Sequence[Tensor], shape: Sequence[int]) -> int | None:
-    """Which axis of a function's result holds the rows, from what arrived there: a column, and its tests."""
-    if pulled is None or pulled.is_complex():
-        return None
-    grad, *tests = pulled
-    own = (*(1,) * (grad.dim() - len(shape)), *shape)  # the parameter, with as many axes as the result
-    for axis, size in enumerate(grad.shape):
-        if size != len(labels[0]) or own[axis] != 1 or len(own) != grad.dim():
-            continue
-        expected = (grad * along_rows(label.to(grad), grad, axis) for label in labels)
-        if all(map(torch.equal, tests, expected)):
-            return axis
-    return None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.jacobians.second_order.graph import between
 from bpk.plan.dependence import POINTWISE, in_between
 from bpk.plan.graph import Source
+from bpk.plan.row_products import RowProduct, product_of
+from bpk.plan.samples.rows import along_rows
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
 from bpk.recording.graph.nodes import Edge, leaf_of, signed
@@ -47,90 +51,158 @@ class Broadcast(NamedTuple):
             return grad * ((x - mean) * inverse)
         return grad * engine.saved(self.node, self.factor)
 
-    @property
-    def leaves_first_axis(self) -> bool:
-        """Whether it is repeated along the first axis of the result."""
-        dims = len(engine.output_shapes(self.node)[0])
-        return len(self.shape) < dims or (len(self.shape) == dims and self.shape[0] == 1)
+    def of_samples(self, grad: Tensor, place: int, count: int) -> Tensor:
+        """Rows `[V, N, *shape]` of columns `[V, *result]` at the result, of which axis `place` holds the rows."""
+        return summed(self.times(grad), place, count, self.shape)
 
-
-def broadcast_parameters(source: Source) -> dict[int, list[Broadcast]]:
-    """By number: the functions that spread a parameter, or what is computed from it alone (`1 + p`, `p[:, None]`).
-
-    All that it is used for must be spread. Functions of parameters alone spread what they return in a larger shape.
-    """
-    assert source.stretch is not None
-    of_data = in_between(source.stretch[0], {edge for _, edge in source.targets})
-    users: dict[Node, list[tuple[Node, int, Edge]]] = {}
-    for node in source.nodes:
-        for place, edge in enumerate(node.next_functions):
-            above = beyond(edge)[0]
-            if above is not None:
-                users.setdefault(above, []).append((node, place, edge))
-    leaves = {id(leaf): node for node in source.nodes if (leaf := leaf_of(node)) is not None}
-    found = {}
-    for k, p in enumerate(source.trained):
-        uses = uses_of(p, leaves[id(p)], users, of_data) if id(p) in leaves and not p.is_complex() else None
-        if uses:
-            found[k] = uses
-    return found
-
-
-def uses_of(
-    param: Tensor, leaf: Node, users: Mapping[Node, list[tuple[Node, int, Edge]]], of_data: Container[Node]
-) -> list[Broadcast] | None:
-    """Where a parameter is spread (`None`: a function does something else with it)."""
-    found: list[Broadcast] = []
-    waiting, seen = [leaf], {leaf}
-    while waiting:
-        here = waiting.pop()
-        if here not in users:
-            return None  # it is the end itself
-        for node, place, edge in users[here]:
-            if edge[0] is not here:
-                return None
-            shape = tuple(param.shape) if here is leaf else tuple(engine.output_shapes(here)[edge[1]])
-            factor = factor_of(node, place)
-            alone = node not in of_data
-            if factor is not None and not (alone and tuple(engine.output_shapes(node)[0]) == shape):
-                found.append(Broadcast(node, factor, shape, None if here is leaf else edge))
-            elif not alone:
-                return None
-            elif node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return found
-
-
-def broadcast_along_rows(
-    source: Source, n: int, spread: Mapping[int, list[Broadcast]] | None = None
-) -> dict[int, list[Broadcast]]:
-    """By number: parameters that are spread where axis 0 of a result holds the `n` rows at the end, by its functions.
-
-    On all ways from the end to there, functions keep axis 0 as it is; no other function uses the parameter. All that
-    are `spread` may be known (see `broadcast_parameters`).
-    """
-    if source.stretch is None or not source.entrance.plain:
-        return {}
-    inside, waiting = set(source.nodes), [source.stretch[0]]
-    kept, mixed = set(waiting), set[Node | None]()
-    while waiting:
-        here = waiting.pop()
-        assert here is not None
-        shapes = () if here in mixed else engine.output_shapes(here)
-        keeps = len(shapes) == 1 and keeps_rows(here, shapes[0], n)
-        for above, number in here.next_functions:
-            if above not in inside or above in mixed or (keeps and above in kept):
+    def place_of_rows(self, pulled: Tensor | None, labels: Sequence[Tensor]) -> int | None:
+        """That axis, from what arrived at the result: a column, and its tests (see `BroadcastRows`)."""
+        if pulled is None or pulled.is_complex():
+            return None
+        grad, *tests = pulled
+        own = (*(1,) * (grad.dim() - len(self.shape)), *self.shape)  # the operand, with as many axes as the result
+        for axis, size in enumerate(grad.shape):
+            if size != len(labels[0]) or own[axis] != 1 or len(own) != grad.dim():
                 continue
-            shape = engine.output_shapes(above)[0] if keeps and number == 0 else None
-            same = shape is not None and tuple(shape[:1]) == (n,) and len(shape) == len(shapes[0])
-            (kept if same else mixed).add(above)
-            waiting.append(above)
-    found: dict[int, list[Broadcast]] = {}
-    for k, uses in (broadcast_parameters(source) if spread is None else spread).items():
-        if all(use.node in kept - mixed and use.leaves_first_axis for use in uses):
-            found[k] = uses
-    return found
+            expected = (grad * along_rows(label.to(grad), grad, axis) for label in labels)
+            if all(map(torch.equal, tests, expected)):
+                return axis
+        return None
+
+    def place_on_first_axis(self) -> int | None:
+        """The same where it is the first one, if the operand is repeated along that."""
+        dims = len(engine.output_shapes(self.node)[0])
+        repeated = len(self.shape) < dims or (len(self.shape) == dims and self.shape[0] == 1)
+        return 0 if repeated else None
+
+
+Spread = Broadcast | RowProduct
+"""A function of rows and of what is computed from a parameter alone."""
+
+
+def summed(grad: Tensor, axis: int, count: int, shape: Sequence[int]) -> Tensor:
+    """Rows `[V, R, *shape]` of columns `[V, *result]`, of which an `axis` of the result holds the rows."""
+    own = (*(1,) * (grad.dim() - 1 - len(shape)), *shape)
+    goal = [count if k == axis else n for k, n in enumerate(own)]
+    return grad.sum_to_size(len(grad), *goal).movedim(1 + axis, 1).reshape(len(grad), count, *shape)
+
+
+class SpreadPlaces:
+    """The functions of a stretch by which parameters, or what is computed from them alone, get to the rows of data."""
+
+    def __init__(self, source: Source) -> None:
+        assert source.stretch is not None
+        self.source, self.end = source, source.stretch[0]
+        self.of_data = in_between(self.end, {edge for _, edge in source.targets})
+        self.users: dict[Node, list[tuple[Node, int, Edge]]] = {}
+        for node in source.nodes:
+            for place, edge in enumerate(node.next_functions):
+                above = beyond(edge)[0]
+                if above is not None:
+                    self.users.setdefault(above, []).append((node, place, edge))
+        self.leaves = {id(leaf): node for node in source.nodes if (leaf := leaf_of(node)) is not None}
+
+    def of_parameter(self, k: int, holds_rows: Callable[[Spread], bool]) -> list[Spread] | None:
+        """All that a parameter is spread by; `None`: a function of data does something else with it.
+
+        Functions whose results do not hold the rows are passed: they may be of parameters alone.
+        """
+        found: list[Spread] = []
+        waiting = self.start(k)
+        seen = set(waiting)
+        while waiting:
+            here = waiting.pop()
+            if here not in self.users:
+                return None  # it is the end itself
+            for node, use in self.readers(here, k):
+                if use is not None and holds_rows(use):
+                    found.append(use)
+                elif node is None or node in self.of_data:
+                    return None
+                elif node not in seen:
+                    seen.add(node)
+                    waiting.append(node)
+        return found if found and self.are_apart(found) else None
+
+    def are_apart(self, uses: Sequence[Spread]) -> bool:
+        """Whether none leads through another one, whose share would count twice: data were passed for parameters."""
+        nodes = {use.node for use in uses}
+        starts = {use.start[0] for use in uses if use.start is not None} - {None}
+        inside = (here for start in starts if start is not None for here in between(start, lambda _: False))
+        return len(uses) == 1 or nodes.isdisjoint(inside)
+
+    def candidates(self, params: Iterable[int]) -> list[Spread]:
+        """All that parameters may be spread by."""
+        found: dict[Spread, None] = {}
+        for k in params:
+            waiting = self.start(k)
+            seen = set(waiting)
+            while waiting:
+                for node, use in self.readers(waiting.pop(), k):
+                    if use is not None:
+                        found[use] = None
+                    if node is not None and node not in self.of_data and node not in seen:
+                        seen.add(node)
+                        waiting.append(node)
+        return list(found)
+
+    def start(self, k: int) -> list[Node]:
+        """Where functions of a parameter begin."""
+        leaf = self.leaves.get(id(self.source.trained[k]))
+        return [] if leaf is None else [leaf]
+
+    def readers(self, here: Node, k: int) -> Iterator[tuple[Node | None, Spread | None]]:
+        """The functions of what is computed from a parameter, and what they may do (no function: nothing is known)."""
+        param = self.source.trained[k]
+        is_leaf = leaf_of(here) is param
+        for node, place, edge in self.users.get(here, ()):
+            if edge[0] is not here:
+                yield None, None
+                continue
+            shape = tuple(param.shape) if is_leaf else tuple(engine.output_shapes(here)[edge[1]])
+            yield node, self.spread(node, place, shape, None if is_leaf else edge)
+
+    def spread(self, node: Node, place: int, shape: tuple[int, ...], start: Edge | None) -> Spread | None:
+        """What a function does with an argument, if it spreads that over what may be rows.
+
+        Functions of parameters alone, or of constants that may be data, spread what they return in a larger shape.
+        """
+        product = product_of(node, place, shape, start)
+        if product is not None:
+            return product
+        factor = factor_of(node, place)
+        if factor is None or (node not in self.of_data and tuple(engine.output_shapes(node)[0]) == shape):
+            return None
+        return Broadcast(node, factor, shape, start)
+
+    def along_rows(self, n: int) -> dict[int, list[Spread]]:
+        """By number: parameters that are spread where axis 0 of a result holds the `n` rows at the end.
+
+        On all ways from the end to there, functions keep axis 0 as it is; no other function uses the parameter.
+        """
+        if not self.source.entrance.plain:
+            return {}
+        inside, waiting = set(self.source.nodes), [self.end]
+        kept, mixed = set(waiting), set[Node | None]()
+        while waiting:
+            here = waiting.pop()
+            assert here is not None
+            shapes = () if here in mixed else engine.output_shapes(here)
+            keeps = len(shapes) == 1 and keeps_rows(here, shapes[0], n)
+            for above, number in here.next_functions:
+                if above not in inside or above in mixed or (keeps and above in kept):
+                    continue
+                shape = engine.output_shapes(above)[0] if keeps and number == 0 else None
+                same = shape is not None and tuple(shape[:1]) == (n,) and len(shape) == len(shapes[0])
+                (kept if same else mixed).add(above)
+                waiting.append(above)
+        known = kept - mixed
+        found = {}
+        for k in range(len(self.source.trained)):
+            uses = self.of_parameter(k, lambda use: use.node in known and use.place_on_first_axis() is not None)
+            if uses is not None:
+                found[k] = uses
+        return found
 
 
 def keeps_rows(node: Node, shape: tuple[int, ...], n: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,10 +16,11 @@ from bpk.fields.sizes import different_sizes
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.broadcast import BroadcastRows, at_parameter, summed
-from bpk.plan.broadcast_places import Broadcast, broadcast_along_rows
+from bpk.plan.broadcast import BroadcastRows, at_parameters
+from bpk.plan.broadcast_places import Spread, SpreadPlaces
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
+from bpk.plan.parts import in_parts
 from bpk.plan.step import matched
 from bpk.plan.stretch import STRETCH, StretchCall
 from bpk.recording import engine
@@ -29,7 +30,7 @@ from bpk.sweeps.sweep import Gradient
 
 
 class BroadcastParameters:
-    """Parameters that all functions behind the losses only broadcast, with rows along axis 0 (`broadcast_along_rows`).
+    """Parameters that all functions behind the losses only spread, with rows along axis 0 (`SpreadPlaces.along_rows`).
 
     Autograd itself comes to these functions with the gradients of all rows, once for all calls behind them.
     """
@@ -38,9 +39,9 @@ class BroadcastParameters:
         self.inspection = inspection
         self.parameters = parameters
         self.known = 0
-        self.expected: dict[int, set[Broadcast]] = {}
+        self.expected: dict[int, set[Spread]] = {}
         self.sizes: dict[int, int] = {}
-        self.broadcasts: dict[int, dict[Broadcast, None]] = {}
+        self.broadcasts: dict[int, dict[Spread, None]] = {}
 
     def find(self) -> None:
         """Look at all stretches that were found until now."""
@@ -51,7 +52,7 @@ class BroadcastParameters:
         for record, source in sources.with_parameters:
             rows, n = attribution.of(record)
             usual = rows is None and not (attribution.mixed or self.inspection.with_module_extensions)
-            found = broadcast_along_rows(source, n) if usual else {}
+            found = SpreadPlaces(source).along_rows(n) if usual and source.stretch is not None else {}
             for k, p in enumerate(source.trained):
                 if k not in found or not all(engine.will_run(use.node) for use in found[k]):
                     refused.add(id(p))
@@ -67,32 +68,38 @@ class BroadcastParameters:
         self.find()
         if torch.is_grad_enabled() or any(id(p) not in self.broadcasts for p in source.trained):
             return False
+        uses: dict[Spread, list[ParameterState]] = {}
         for p in source.trained:
             expected, state = self.expected.setdefault(id(p), set()), self.parameters.state_of(p)
             if self.sizes.setdefault(id(p), n) != n:
                 raise different_sizes("Individual gradients", (self.sizes[id(p)], n), p)
             for use in [use for use in self.broadcasts[id(p)] if use not in expected]:
                 expected.add(use)
-                expect_use(self.parameters, use.node, [state], partial(self.collect, state, source, sweeps, n, use))
+                uses.setdefault(use, []).append(state)
+        for use, states in uses.items():
+            expect_use(self.parameters, use.node, states, partial(self.collect, states, source, sweeps, n, use))
         return True
 
     def collect(
         self,
-        state: ParameterState,
+        states: Sequence[ParameterState],
         source: Source,
         sweeps: Mapping[Hashable, Gradient],
         n: int,
-        use: Broadcast,
+        use: Spread,
         grad: Tensor,
     ) -> None:
-        """Autograd is at a function that spreads a parameter."""
-        used = use.shape[max(0, len(use.shape) - grad.dim() + 1) :]  # a first axis of size one is where rows are
-        spread = summed(use.times(grad)[None], 0, n, used).reshape(1, n, *use.shape)
-        rows = at_parameter(spread, use, state.param)[0].to(state.param.dtype)
-        for key, sweep in sweeps.items():
-            columns = Columns()
-            columns.add_to_parameter("0", "gradient", sweep.rows(rows)[None])
-            self.parameters.collect(state, key, Use(StretchCall(source, rows, (), None, n), STRETCH, "0", columns), n)
+        """Autograd is at a function that spreads what is computed from these parameters."""
+        place = use.place_on_first_axis()
+        assert place is not None
+        found = at_parameters(use.of_samples(grad[None], place, n), use, [state.param for state in states])
+        for state, (each,) in zip(states, found, strict=True):
+            rows = in_parts(each.to(state.param.dtype))
+            for key, sweep in sweeps.items():
+                columns = Columns()
+                columns.add_to_parameter("0", "gradient", sweep.rows(rows)[None])
+                call = StretchCall(source, rows, (), None, n)
+                self.parameters.collect(state, key, Use(call, STRETCH, "0", columns), n)
 
 
 def reach_functions(

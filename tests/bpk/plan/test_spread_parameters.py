@@ -120,7 +120,7 @@ def test_rows_before_the_terms_of_a_sum(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(functions.BroadcastParameters, "expect", expect)
     found = rows(model, x)
     assert brought == [name in BY_AUTOGRAD] * 2
-    monkeypatch.setattr(functions, "broadcast_along_rows", lambda *given: {})
+    monkeypatch.setattr(functions.SpreadPlaces, "along_rows", lambda *given: {})
     monkeypatch.setattr(spread.BroadcastRows, "rows", lambda *given: {})
     torch.testing.assert_close(found, rows(model, x))
 
@@ -149,7 +149,7 @@ def test_rows_are_those_of_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch
     found = rows(model, x)
     assert brought == [name in BY_AUTOGRAD]
     assert taken == ([] if name in BY_AUTOGRAD else [int(name in SIDE_BY_SIDE)])
-    monkeypatch.setattr(functions, "broadcast_along_rows", lambda *given: {})
+    monkeypatch.setattr(functions.SpreadPlaces, "along_rows", lambda *given: {})
     monkeypatch.setattr(spread.BroadcastRows, "rows", lambda *given: {})
     torch.testing.assert_close(found, rows(model, x))
     if name in SIDE_BY_SIDE:

@@ -1,0 +1,254 @@
+"""Weights that functions compute: rows that are products with the other operand are those of row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import bpk
+from bpk import extensions as E
+from bpk.plan import broadcast
+from bpk.sweeps import functions
+from tests.helpers import backward
+from tests.references.compare import ON_ANY_GRAPH, agrees, rand
+from tests.references.reference import Reference
+
+N, T, D = 18, 3, 4
+"""More samples than one power of two for each."""
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Computes(nn.Module):
+    """A function of rows and two parameters, with a layer in front or on data as they are."""
+
+    def __init__(self, function: Function, on_data: bool, shape: tuple[int, ...] = (D, D)) -> None:
+        super().__init__()
+        self.first = nn.Identity() if on_data else nn.Linear(D, D)
+        self.w, self.b = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(D))
+        self.function = function
+        self.last = nn.Linear(D, 3)
+        self.register_buffer("fixed", torch.randn(N, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x), self.w, self.b)).sum(1)
+
+
+MASK = (torch.arange(D * D).reshape(D, D) % 3 > 0).double()
+
+PRODUCTS: dict[str, Function] = {
+    "masked": lambda x, w, b: F.linear(x, w * MASK, b),
+    "masked, without positions": lambda x, w, b: F.linear(x[:, 0], w * MASK, b)[:, None],
+    "normalised": lambda x, w, b: F.linear(x, w / w.norm(dim=1, keepdim=True), b.exp()),
+    "standardised": lambda x, w, b: F.linear(x, (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True)),
+    "low rank": lambda x, w, b: F.linear(x, w[:, :2] @ w[:, 2:].mT, b),
+    "square": lambda x, w, b: x @ (w @ w),
+    "on the left": lambda x, w, b: (w.sin() @ x[:, 0].mT).mT[:, None] + b,
+    "on the left, side by side": lambda x, w, b: (w.sin() @ x.mT).mT + b,
+    "time first": lambda x, w, b: F.linear(x.transpose(0, 1), w.sin(), b).transpose(0, 1),
+    "scaled": lambda x, w, b: torch.addmm(b.exp(), x.flatten(0, 1), w.sin(), alpha=0.5, beta=2).view(x.shape),
+    "by position": lambda x, w, b: torch.einsum("nti,tio->nto", x, torch.stack([w, w.sin(), w * w])),
+    "by position, turned": lambda x, w, b: torch.einsum("nti,toi->nto", x, torch.stack([w, w.sin(), w * w])),
+    "kernel": lambda x, w, b: F.conv1d(x.mT, (w * MASK)[..., None].expand(-1, -1, 3), b, padding=1).mT,
+    "kernel of groups": lambda x, w, b: F.conv1d(x.mT, w.sin()[:, None, :3], b.exp(), padding=1, groups=D).mT,
+    "transposed kernel": lambda x, w, b: F.conv_transpose1d(x.mT, w.sin()[..., None], b).mT,
+    "twice": lambda x, w, b: F.linear(F.linear(x, w * MASK).tanh(), (w * MASK).mT, b),
+    "of several": lambda x, w, b: F.linear(x, w * b[:, None], b),
+    "complex": lambda x, w, b: (x.to(torch.complex128) @ torch.complex(w, w.sin())).abs(),
+    "as it is and computed": lambda x, w, b: x @ w + x.sin() @ (2 * w).mT,
+}
+
+
+def rows(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    backward(bpk.extend(model), loss_fn, x, torch.arange(N) % 3, E.BatchGrad(), E.SqrtGGNExact())
+    fields = ("grad_batch", "sqrt_ggn_exact")
+    return {f"{name} {f}": getattr(p, f) for name, p in model.named_parameters() for f in fields if hasattr(p, f)}
+
+
+def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For how many parameters rows take a pass for each sample."""
+    counted: list[int] = []
+    found = broadcast.BroadcastRows.rows
+
+    def spy(self: broadcast.BroadcastRows, mat: Tensor) -> dict[int, Any]:
+        known = found(self, mat)
+        counted.append(len(self.source.trained) - len(known))
+        return known
+
+    monkeypatch.setattr(broadcast.BroadcastRows, "rows", spy)
+    return counted
+
+
+def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions.SpreadPlaces, "along_rows", lambda *given: {})
+    monkeypatch.setattr(broadcast.BroadcastRows, "rows", lambda *given: {})
+
+
+@pytest.mark.parametrize("on_data", [False, True], ids=["behind a layer", "on data"])
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_are_those_of_row_by_row(name: str, on_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Computes(PRODUCTS[name], on_data).double(), rand(N, T, D)
+    passes = count_passes(monkeypatch)
+    found = rows(model, x)
+    assert not any(passes), "no parameter takes a pass for each sample"
+    row_by_row(monkeypatch)
+    expected = rows(model, x)
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], msg=key)
+
+
+MIXING: dict[str, Function] = {
+    "rows far away": lambda x, w, b: (y := F.linear(x, w * MASK, b)) - 0.5 * y.roll(16, 0),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_that_feed_several_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at the end are those of the function's result no more: there is a pass for each row at the end."""
+    torch.manual_seed(0)
+    model, x, y = Computes(MIXING[name], on_data=True).double(), rand(N, T, D), torch.arange(N) % 3
+    passes = count_passes(monkeypatch)
+    backward(bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), x, y, E.DiagGGNExact())
+    found = model.w.diag_ggn_exact
+    assert any(passes)
+    row_by_row(monkeypatch)
+    backward(model, bpk.extend(nn.CrossEntropyLoss()), x, y, E.DiagGGNExact())
+    torch.testing.assert_close(found, model.w.diag_ggn_exact)
+
+
+class OfConstants(Computes):
+    """A product with constants that are no data, as many as there are samples; what comes of it is spread."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.fixed, Tensor)
+        return self.last(self.first(x) + (self.fixed @ self.w.sin()).mean(0) * self.b).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_constants_that_are_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = OfConstants(PRODUCTS["masked"], on_data=False).double(), rand(N, T, D)
+    passes = count_passes(monkeypatch)
+    found = rows(model, x)
+    assert not any(passes)
+    row_by_row(monkeypatch)
+    for key, value in rows(model, x).items():
+        torch.testing.assert_close(value, found[key], msg=key)
+
+
+class Row(Computes):
+    """A parameter with a row for each sample, in a product: it belongs to that sample alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + (self.w @ self.b.exp().diag())[:, None]).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_rows_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Row(PRODUCTS["masked"], on_data=False, shape=(N, D)).double(), rand(N, T, D)
+    found = rows(model, x)
+    row_by_row(monkeypatch)
+    for key, value in rows(model, x).items():
+        torch.testing.assert_close(value, found[key], msg=key)
+
+
+BOTH_WAYS: dict[str, Function] = {
+    "both operands": lambda x, w, b: x + (torch.where(x > 0, w[0], w[1]) @ w.sin()) * b,
+    "a sum behind a product": lambda x, w, b: x + (F.linear(x, w.sin()) - torch.where(x > 0, w[0], w[1])) * b,
+    "a product with a matrix that keeps rows": lambda x, w, b: (
+        x + (torch.eye(N, dtype=x.dtype) @ (x[:, 0] @ w.sin() - torch.where(x[:, 0] > 0, w[0], w[1])))[:, None]
+    ),
+    "a product behind a product": lambda x, w, b: x + (torch.where(x > 0, w[0], w[1]) * F.linear(x, w.sin())) @ w,
+}
+
+
+@pytest.mark.parametrize("on_data", [False, True], ids=["behind a layer", "on data"])
+@pytest.mark.parametrize("name", BOTH_WAYS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_comes_by_two_ways_counts_once(name: str, on_data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of data may be taken for those of parameters alone, and lead past a product of the same parameter."""
+    torch.manual_seed(0)
+    model, x = Computes(BOTH_WAYS[name], on_data).double(), rand(N, T, D)
+    found = rows(model, x)
+    row_by_row(monkeypatch)
+    for key, value in rows(model, x).items():
+        torch.testing.assert_close(value, found[key], msg=key)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_every_quantity_agrees_with_autograd(name: str) -> None:
+    model, x, y = Computes(PRODUCTS[name], on_data=False).double(), rand(3, T, D), torch.randint(3, (3,))
+    if torch.autograd.grad(model(x).sum(), model.b, allow_unused=True)[0] is None:
+        del model.b
+        model.b = torch.zeros(D)
+    ref = Reference(model, (x,), lambda pred: F.cross_entropy(pred, y))
+    backward(bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
+    agrees(model, ref, factors=False)
+
+
+def parametrised() -> dict[str, nn.Module]:
+    conv, linear = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.Linear(4 * 16, 3)
+    return {
+        "weight_norm": nn.Sequential(
+            parametrizations.weight_norm(conv), nn.Tanh(), nn.Flatten(), parametrizations.weight_norm(linear)
+        ),
+        "spectral_norm": nn.Sequential(
+            parametrizations.spectral_norm(nn.Conv2d(2, 4, 3, padding=1)), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)
+        ).eval(),
+    }
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_parametrised_layers_take_no_pass_for_each_sample(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = parametrised()[kind].double()
+    x, y = rand(5, 2, 4, 4), torch.arange(5) % 3
+    ref = Reference(model, (x,), lambda pred: F.cross_entropy(pred, y))
+    passes = count_passes(monkeypatch)
+    backward(bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
+    assert passes and not any(passes)
+    agrees(model, ref, factors=False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_in_a_checkpoint() -> None:
+    """What it computes again is handed out once: rows come one by one."""
+    torch.manual_seed(0)
+    model, x = Computes(PRODUCTS["normalised"], on_data=False).double(), rand(N, T, D)
+    found = rows(model, x)
+    inner = model.function
+    model.function = lambda *given: checkpoint(inner, *given, use_reentrant=False)
+    for key, value in rows(model, x).items():
+        torch.testing.assert_close(value, found[key], msg=key)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_in_a_shorter_format() -> None:
+    torch.manual_seed(0)
+    model, x = Computes(PRODUCTS["normalised"], on_data=False), torch.randn(N, T, D)
+    found = rows(model, x)
+    inner = model.function
+
+    def shorter(*given: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return inner(*given).float()
+
+    model.function = shorter
+    for key, value in rows(model, x).items():
+        assert value.dtype is torch.float32
+        torch.testing.assert_close(value, found[key], rtol=0.1, atol=0.02, msg=key)
