@@ -30,10 +30,10 @@ def convolution_layer(axes: int, *options: bool | int | tuple[int, ...]) -> nn.M
 
 def read_convolution(call: Unseen) -> Record | None:
     """The record of a convolution with a parameter; `None` of others."""
-    params = call.weight_and_bias() or {}
+    params, scale = call.weight_and_bias() or ({}, None)
     kept = call.given_to_layer(params, 0, "input", *OPTIONS) if "weight" in params else None
     if kept is None or not 3 <= kept[0].dim() <= 5:
         return None
     x, *options = kept
     module = convolution_layer(x.dim() - 2, *(tuple(x) if isinstance(x, (tuple, list)) else x for x in options))
-    return call.written(module, x, params=params)
+    return call.written(module, x, params=params, scale=scale)

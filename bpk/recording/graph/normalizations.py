@@ -79,8 +79,8 @@ def read_normalization(call: Unseen) -> Record | None:
     kind = name_of(type(call.node))
     if not {"input", "weight", *KEPT[kind]} <= engine.saved_names(type(call.node)):
         return None  # another version of torch
-    params = call.weight_and_bias()
-    if not params or ("training" in KEPT[kind] and engine.saved(call.node, "training")):
+    params, scale = call.weight_and_bias() or ({}, None)
+    if not params or scale is not None or ("training" in KEPT[kind] and engine.saved(call.node, "training")):
         return None
     kept = call.given_to_layer(params, 0, "input", "weight", *KEPT[kind])
     if kept is None or not kept[0].numel():

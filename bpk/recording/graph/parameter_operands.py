@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.arrangement import AXES, SHAPE, Arrangement, Step
@@ -24,8 +25,16 @@ REARRANGING = (*TRANSPOSES, *SAME_ORDER)
 REPEATS = "Expand"
 
 
-def weight_of(node: Node | None, right: bool) -> tuple[nn.Parameter, Arrangement] | None:
-    """The parameter that an operand is, and how it becomes the matrix `[in, out]`.
+class Operand(NamedTuple):
+    """A parameter, times constants (`None`: as it is), and the nodes that rearrange its entries, the last one first."""
+
+    param: nn.Parameter
+    scale: Tensor | None
+    walk: list[Node]
+
+
+def weight_of(node: Node | None, right: bool) -> tuple[Operand, Arrangement] | None:
+    """The parameter that an operand is made of, and how it becomes the matrix `[in, out]`.
 
     Several matrices are one where each is the same, or where there is but one; else samples may have their own.
     """
@@ -34,18 +43,34 @@ def weight_of(node: Node | None, right: bool) -> tuple[nn.Parameter, Arrangement
         if before[-2:] != after[-2:] or prod(before[:-2]) != 1:
             return None
         node = node.next_functions[0][0]
-    weight, walk = parameter_behind(node)
-    if weight is None:
+    found = operand_behind(node)
+    if found is None:
         return None
-    shape, steps = tuple(weight.shape), list[Step]()
-    for one in reversed(walk):
+    shape, steps = tuple(found.param.shape), list[Step]()
+    for one in reversed(found.walk):
         shape = tuple(engine.output_shapes(one)[0])
         steps.append((AXES, axes_of(one, len(shape))) if name_of(type(one)) in TRANSPOSES else (SHAPE, shape))
     if len(shape) < 2 or prod(shape[:-2]) != 1:
         return None
     steps += [(SHAPE, shape[-2:])] if len(shape) > 2 else []
     steps += [] if right else [(AXES, (1, 0))]
-    return weight, Arrangement(tuple(weight.shape), tuple(steps))
+    return found, Arrangement(tuple(found.param.shape), tuple(steps))
+
+
+def operand_behind(node: Node | None) -> Operand | None:
+    """The parameter that a node hands out, rearranged, maybe times constants: a mask, a number."""
+    param, walk = parameter_behind(node)
+    if param is not None:
+        return Operand(param, None, walk)
+    end = walk[-1].next_functions[0][0] if walk else node
+    if end is None or name_of(type(end)) != "Mul" or [name_of(type(one)) for one in walk].count(CAST) > 1:
+        return None
+    for place, other in enumerate(("other", "self")):
+        param = parameter_at(end.next_functions[place][0])
+        constant = end.next_functions[1 - place][0] is None and engine.keeps_tensor(end, other)
+        if param is not None and constant and param.shape == engine.output_shapes(end)[0]:
+            return Operand(param, engine.saved(end, other).detach(), walk)
+    return None
 
 
 def parameter_behind(node: Node | None) -> tuple[nn.Parameter | None, list[Node]]:

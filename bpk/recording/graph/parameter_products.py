@@ -70,12 +70,12 @@ def read_product(call: Unseen) -> Record | None:
             break
     else:
         return None
-    weight, arrangement = found
+    operand, arrangement = found
     name, place = operands[not right]
     bias = bias_of(node, right, arrangement)
     if bias is None:
         return None
-    params = {"weight": weight, **{name: param for name, (param, _) in bias.items()}}
+    params = {"weight": operand.param, **{name: param for name, (param, _) in bias.items()}}
     kept = call.given_to_layer(params, place, name)
     if kept is None:
         return None
@@ -85,7 +85,7 @@ def read_product(call: Unseen) -> Record | None:
     module, rule = linear_layer(arrangement)
     parts = tuple((name, places) for name, (_, places) in bias.items() if places is not None)
     rule = with_parts(arrangement, parts) if parts else rule
-    return call.written(module, x, params=params, place=place, rule=rule, layout=layout)
+    return call.written(module, x, params=params, place=place, rule=rule, layout=layout, scale=operand.scale)
 
 
 def bias_of(node: Node, right: bool, arrangement: Arrangement) -> Mapping[str, tuple[Tensor, Places | None]] | None:

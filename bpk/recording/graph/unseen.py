@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.binding import Binding
+from bpk.jacobians.core.binding import Binding, WithArguments
 from bpk.jacobians.core.engine import is_checkpointed
 from bpk.jacobians.core.function_module import Plain, class_standing_for
+from bpk.jacobians.families.scaled import SCALE, Scaled
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
 from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import is_frozen_parameter
-from bpk.recording.graph.parameter_operands import has_own_order, is_of_parameters, parameter_behind
+from bpk.recording.graph.parameter_operands import has_own_order, is_of_parameters, operand_behind
 from bpk.recording.graph.ports import MatrixLayout, Port
 from bpk.recording.hyperparameters import FIXED, hyperparameters_of
 from bpk.recording.record import Record
@@ -40,22 +41,28 @@ class Unseen(NamedTuple):
     extended: Container[Tensor]
     again: Callable[[], bool]
 
-    def weight_and_bias(self) -> dict[str, Tensor] | None:
+    def weight_and_bias(self) -> tuple[dict[str, Tensor], Tensor | None] | None:
         """The parameters that a function is given behind its input, by name; `None`: it is given something else.
 
-        They are so in their own shape, maybe in another precision. One that is frozen is not known here.
+        They are so in their own shape, maybe in another precision; the weight maybe times constants, which come second.
+        One that is frozen is not known here.
         """
         found: dict[str, Tensor] = {}
+        scale: Tensor | None = None
         for name, edge in zip(("weight", "bias"), self.node.next_functions[1:], strict=False):
             if edge[0] is None:
                 continue
-            param, walk = parameter_behind(edge[0])
-            if param is None or param is found.get("weight") or not has_own_order(walk):
+            operand = operand_behind(edge[0])
+            if operand is None or operand.param is found.get("weight") or not has_own_order(operand.walk):
                 return None
-            if param.shape != engine.kind_of_output(*edge)[0]:
+            if operand.param.shape != engine.kind_of_output(*edge)[0]:
                 return None
-            found[name] = param
-        return found
+            if operand.scale is not None:
+                if name == "bias":
+                    return None
+                scale = operand.scale
+            found[name] = operand.param
+        return found, scale
 
     def kept(self, *names: str) -> list[Any] | None:
         """What the node keeps under some names (`None`: a checkpoint has dropped it, and is not asked)."""
@@ -87,8 +94,11 @@ class Unseen(NamedTuple):
         rule: Rule | None = None,
         output: Tensor | None = None,
         layout: MatrixLayout | None = None,
+        scale: Tensor | None = None,
     ) -> Record:
         """The record of the call, with what stands for the layer; the inputs come in from a place on.
+
+        The weight may be a parameter times constants, the `scale`.
 
         An `output` is given if its rule reads it.
         """
@@ -96,10 +106,13 @@ class Unseen(NamedTuple):
         if layout is not None:
             port = Port(layout=layout)
             inputs, output = tuple(map(port.one_to_rule, inputs)), port.one_to_rule(output)
+        rule = rule or REGISTRY.find(module)
+        if scale is not None and rule is not None:
+            rule, binding = scaled(rule), Binding(WithArguments(module, {SCALE: scale}), inputs)
         edges = self.node.next_functions[place : place + len(inputs)]
         return Record(
             module,
-            rule or REGISTRY.find(module),
+            rule,
             binding or Binding(module, inputs),
             inputs,
             edges + ((None, 0),) * (len(inputs) - len(edges)),  # of masks, kernels have no edge
@@ -109,6 +122,9 @@ class Unseen(NamedTuple):
             layout=layout,
         )
 
+
+scaled = cache(Scaled)
+"""The rule of a layer whose weight is scaled; the same one for the same layer, so that forms are found."""
 
 kind_standing_for = cache(class_standing_for)
 """Made once for each layer and function."""
