@@ -52,17 +52,32 @@ class ParameterCurvature:
             return torch.stack([self.diagonal_of(self.products(n)) for n in range(len(self.grad))])
 
     def diagonal_of(self, products: StretchProducts) -> Tensor:
-        """The diagonal `[*p]` of a matrix, from one product if it is one, or else from one for each entry."""
+        """The diagonal `[*p]` of a matrix, from a product for each entry of its largest block.
+
+        Blocks are those of axes of the parameter along which no entries are coupled: the rows of a normalised weight.
+        """
         products.require_values_only()
         param = in_parts(self.source.trained[0].detach())
         size = param.numel()
-        entries = torch.arange(size, device=param.device)
         found = Couplings(products.product, [param.shape], param)
-        if size == 1 or found.none_between([entries.reshape(param.shape)], size):
+        if size == 1 or found.none_between([torch.arange(size, device=param.device).reshape(param.shape)], size):
             return products.product([torch.ones_like(param)[None]])[0][0]
-        parts = []
-        for some in entries.split(max(1, AT_ONCE // size)):
-            units = param.new_zeros(len(some), size).scatter_(1, some[:, None], 1.0)
-            rows = products.product([units.reshape(-1, *param.shape)])[0].flatten(1)
-            parts.append(rows.gather(1, some[:, None])[:, 0])
-        return torch.cat(parts).reshape(param.shape)
+        apart = [axis for axis in range(param.dim()) if self.separates(found, param, axis)]
+        within = [axis for axis in range(param.dim()) if axis not in apart]
+        order = [*apart, *within]
+        blocks, inside = (torch.Size([param.shape[axis] for axis in axes]) for axes in (apart, within))
+        back = [1 + order.index(axis) for axis in range(param.dim())]
+        diagonal = param.new_empty(blocks.numel(), inside.numel())
+        for some in torch.arange(inside.numel(), device=param.device).split(max(1, AT_ONCE // size)):
+            units = param.new_zeros(len(some), inside.numel()).scatter_(1, some[:, None], 1.0)
+            units = units[:, None].expand(-1, blocks.numel(), -1).reshape(len(some), *blocks, *inside)
+            rows = products.product([units.permute(0, *back)])[0].permute(0, *(1 + axis for axis in order))
+            every = rows.reshape(len(some), blocks.numel(), inside.numel())
+            diagonal[:, some] = every.gather(2, some[:, None, None].expand(-1, blocks.numel(), 1))[..., 0].T
+        return diagonal.reshape(*blocks, *inside).permute([axis - 1 for axis in back])
+
+    def separates(self, found: Couplings, param: Tensor, axis: int) -> bool:
+        """Whether entries with different positions along an axis are not coupled."""
+        count = param.shape[axis]
+        label = torch.arange(count, device=param.device).reshape(-1, *[1] * (param.dim() - axis - 1))
+        return count > 1 and found.none_between([label.expand(param.shape)], count)

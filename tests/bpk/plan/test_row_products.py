@@ -16,6 +16,7 @@ import bpk
 from bpk import extensions as E
 from bpk.plan import broadcast
 from bpk.sweeps import functions
+from bpk.sweeps.stretches.products import StretchProducts
 from tests.helpers import backward
 from tests.references.compare import ON_ANY_GRAPH, agrees, rand
 from tests.references.reference import Reference
@@ -252,3 +253,24 @@ def test_in_a_shorter_format() -> None:
     for key, value in rows(model, x).items():
         assert value.dtype is torch.float32
         torch.testing.assert_close(value, found[key], rtol=0.1, atol=0.02, msg=key)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_curvature_of_a_normalised_weight_is_found_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of different rows are not coupled: there is a product for each entry of a row."""
+    torch.manual_seed(0)
+    linear = parametrizations.weight_norm(nn.Linear(6, 40))
+    model, x, y = nn.Sequential(linear, nn.Tanh(), nn.Linear(40, 3)).double(), rand(5, 6), torch.arange(5) % 3
+    ref = Reference(model, (x,), lambda pred: F.cross_entropy(pred, y))
+    asked: list[int] = []
+    product = StretchProducts.product
+
+    def spy(self: StretchProducts, mats: Any) -> list[Tensor]:
+        asked.append(len(mats[0]))
+        return product(self, mats)
+
+    monkeypatch.setattr(StretchProducts, "product", spy)
+    backward(bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), x, y, E.DiagHessian())
+    assert sum(asked) < 40
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.diag_h, ref.diag_h(name), msg=name)
