@@ -29,7 +29,7 @@ from bpk.jacobians.core.numeric import is_differentiated, like_columns
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.side_by_side import as_rows, beside
 from bpk.jacobians.second_order import factoring
-from bpk.jacobians.second_order.bordered import Bordered, corner, polarised_residual, rows_by_sample
+from bpk.jacobians.second_order.bordered import Bordered, corner, diagonal_by_sample, polarised_residual, rows_by_sample
 from bpk.jacobians.second_order.graph import residual_product
 from bpk.jacobians.second_order.taylor import TaylorProduct
 
@@ -193,8 +193,7 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
 
     def residual_squares(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
         """The diagonal `[N, *p]` of every sample's residual with respect to one parameter alone."""
-        columns, signs = self.signed_columns(call, grad_out, (param,))
-        return torch.einsum("kn,kn...->n...", signs, columns[param].square())
+        return diagonal_by_sample(self, call, grad_out, param)
 
     def residual_rows(self, call: Call, grad_out: Tensor, wrt: Wrt, wrts: Sequence[Wrt]) -> dict[Wrt, Tensor]:
         """The rows of every sample's residual that belong to the `D` entries of `wrt`: `{b: [D, N, *b]}` for `wrts`."""

@@ -14,6 +14,7 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call, Options, Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import Example
+from bpk.jacobians.core.numeric import sum_of_squares
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.families.linear_map import RandomScale
 from bpk.jacobians.rule import Rule
@@ -84,6 +85,11 @@ class Composite(Rule):
     def _of_part(self, index: int, given: Mapping[Any, T]) -> dict[Wrt, T]:
         """Entries of a mapping over the layer's parameters that belong to one part, under its own names."""
         return {name: given[outer] for outer, (i, name) in self.owners.items() if i == index and outer in given}
+
+    def residual_squares(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        """From the columns of its parts, which are often fewer than the entries of a parameter."""
+        columns, signs = self.signed_columns(call, grad_out, (param,))
+        return sum_of_squares(columns[param], signs).to(grad_out.dtype)
 
     def _outer_names(self, index: int, values: Mapping[Wrt, Tensor]) -> dict[Wrt, Tensor]:
         """Results of a part (by input and its own parameter names) under the layer's names."""

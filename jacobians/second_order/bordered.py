@@ -9,11 +9,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from bpk.jacobians.core.call import Call, Wrt
-from bpk.jacobians.core.numeric import is_differentiated, wide
+from bpk.jacobians.core.numeric import is_differentiated, slices, wide
 from bpk.jacobians.core.products import Differentiable, Residual
 from bpk.jacobians.core.side_by_side import beside, taken_apart
+
+UNITS = 1 << 22
+"""How many numbers the unit vectors have whose products are taken at a time."""
 
 
 def corner(rule: Differentiable, call: Call, wrts: Sequence[Wrt]) -> tuple[Wrt, ...]:
@@ -53,6 +57,20 @@ def rows_by_sample(
         for b in wrts:
             rows[b].append(product[b][:, 0] if isinstance(b, int) else product[b])
     return {b: torch.stack(parts, 1) for b, parts in rows.items()}
+
+
+def diagonal_by_sample(rule: Differentiable, call: Call, grad_out: Tensor, param: str) -> Tensor:
+    """The diagonal `[N, *p]` of every sample's residual in a parameter, by products with unit vectors."""
+    shape, like = call.sample_shape(param), call.output
+    found = [like.new_zeros(0)]
+    for n in range(call.batch_size):
+        alone, grad = call.subset([n]), grad_out[n : n + 1]
+        for here in slices(shape.numel(), max(1, UNITS // max(1, shape.numel()))):
+            at = torch.arange(here.start, here.stop, device=like.device)
+            units = one_hot(at, shape.numel()).to(like.dtype).view(-1, *shape)
+            rows = rule.residual_mat_prod(alone, grad, {param: units})[param].flatten(1)
+            found.append(rows.gather(1, at[:, None])[:, 0])
+    return torch.cat(found).view(call.batch_size, *shape)
 
 
 def polarised_residual(
