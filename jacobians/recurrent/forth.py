@@ -24,6 +24,11 @@ class Tangent:
     y: Tensor
     c: Tensor | None
 
+    def by_role(self) -> dict[str, Tensor]:
+        """Tangents of what weights are multiplied with, where there are any."""
+        moved = {"weight_ih": self.x, "weight_hh": self.before, "weight_hr": self.m}
+        return {role: x for role, x in moved.items() if x is not None}
+
 
 def push(
     trace: Trace, x: Tensor | None, h: Tensor | None, c: Tensor | None, params: Mapping[str, Tensor], like: Tensor

@@ -73,14 +73,19 @@ class TimeGrams:
         else:
             blocks = self.local[suffix].unflatten(1, (sum(cell.parts), -1))
             gram = pick(blocks, cell.inputs if role.endswith("_ih") else cell.hidden, 1).flatten(1, 2)
-        if u is None:
-            total = gram.sum((2, 3) if per_sample else (0, 2, 3))
-        else:
-            total = gram.new_zeros(*gram.shape[0 if per_sample else 1 : 2], u.shape[2])
-        for n, values in enumerate(() if u is None else u.unbind(1)):
-            goal = total[n] if per_sample else total
-            goal += gram[n].flatten(1) @ (values[:, None] * values).flatten(0, 1)
+        total = contracted(gram, u, per_sample)
         return total.clamp_(min=0) if self.weights is None else total  # rounding may leave tiny negative numbers
+
+
+def contracted(gram: Tensor, u: Tensor | None, per_sample: bool = True) -> Tensor:
+    """`sum_ts K_o[t, s] u_ti u_si` (without values, for a bias: `sum_ts K_o[t, s]`), summed over samples or not."""
+    if u is None:
+        return gram.sum((2, 3) if per_sample else (0, 2, 3))
+    total = gram.new_zeros(*gram.shape[0 if per_sample else 1 : 2], u.shape[2])
+    for n, values in enumerate(u.unbind(1)):
+        goal = total[n] if per_sample else total
+        goal += gram[n].flatten(1) @ (values[:, None] * values).flatten(0, 1)
+    return total
 
 
 def accumulate(grams: Tensor, d: Tensor, weights: Tensor | None, units: slice = slice(None)) -> None:

@@ -14,8 +14,10 @@ from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families import sequences
+from bpk.jacobians.families.latest import Latest
 from bpk.jacobians.recurrent import residual as recurrent_residual
-from bpk.jacobians.recurrent.columns import Piece, RecurrentColumns
+from bpk.jacobians.recurrent.columns import KEEP, Piece, RecurrentColumns
+from bpk.jacobians.recurrent.diagonal import Diagonals
 from bpk.jacobians.recurrent.grams import TimeGrams, pays
 from bpk.jacobians.recurrent.layer import StepForward
 from bpk.jacobians.recurrent.stack import Pulled
@@ -155,6 +157,13 @@ class Recurrent(RecurrentColumns):
         products = recurrent_residual.residual_mat_prod(self.at(call), grad, inputs, by_name(given), lead)
         found = {wrt: products.params[wrt] if isinstance(wrt, str) else self.left(products, wrt) for wrt in mats}
         return {wrt: product.to(mats[wrt].dtype) for wrt, product in found.items()}
+
+    def residual_squares(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        def find() -> Diagonals:
+            return Diagonals(self.at(call), self.seeds(self.split(call, wide(grad_out)[None])))
+
+        known: Latest[Diagonals] = call.memo((self, "diagonals"), Latest)
+        return known.find(grad_out, find, len, KEEP).of(param).to(grad_out.dtype)
 
     # ---- Kronecker factors -----------------------------------------------------------------------
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:

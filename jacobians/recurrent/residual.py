@@ -13,8 +13,9 @@ where a prime marks tangents, and `d` gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -46,6 +47,34 @@ class ResidualProducts:
         return torch.stack([x for x in found if x is not None], 2)
 
 
+@dataclass
+class Point:
+    """A scan with the gradients that a call has there: of its pre-activations, and `[T, N, H]` of both states."""
+
+    trace: Trace
+    adjoint: Adjoint
+    dm: Tensor
+    dc: Tensor | None
+
+    def second(self, q: Tensor) -> Tensor:
+        """The second derivative of the cells times tangents of local variables `[T, V, N, K, H]`."""
+        cell, at = self.trace.cell, self.trace.q
+        return vmap(lambda q: cell.second(at, self.dm, self.dc, q), 1, 1)(q)
+
+
+def points(stack: Stack, grad: Seeds) -> list[list[Point]]:
+    """The scans of all layers, with the gradients of a call whose results have these, `[1, ...]`."""
+    base, dy, found = stack.pull(grad), grad.y, list[list[Point]]()
+    for k in reversed(range(len(stack.traces))):
+        row = []
+        for (trace, seeds), adjoint in zip(stack.seeds_of(k, dy, grad), base.adjoints[k], strict=True):
+            dm, dc = gradients_of_states(trace, adjoint, *seeds)
+            row.append(Point(trace, adjoint, dm[:, 0], None if dc is None else dc[:, 0]))
+        found.insert(0, row)
+        dy = stack.input_gradient(k, base.adjoints[k]) if k else None
+    return found
+
+
 def residual_mat_prod(
     stack: Stack,
     grad: Seeds,
@@ -54,20 +83,16 @@ def residual_mat_prod(
     lead: int,
 ) -> ResidualProducts:
     """Multiply with the residual, jointly over the input, both initial states and some parameters."""
-    base, (_, tangents) = stack.pull(grad), stack.push(*inputs, params, lead)
-    given: list[Tensor | None] = [grad.y]
-    for k in reversed(range(1, len(stack.traces))):
-        given.insert(0, stack.input_gradient(k, base.adjoints[k]))
+    base, (_, tangents) = points(stack, grad), stack.push(*inputs, params, lead)
     found = ResidualProducts(torch.empty(0), {}, {})
     dy = Seeds()
     for k in reversed(range(len(stack.traces))):
-        first, parts = stack.seeds_of(k, given[k], grad), stack.seeds_of(k, dy.y, dy)
         of_input = []
-        for (trace, seeds), (_, (part, _, _)), adjoint, tangent in zip(
-            first, parts, base.adjoints[k], tangents[k], strict=True
+        for point, (trace, (part, _, _)), tangent in zip(
+            base[k], stack.seeds_of(k, dy.y, dy), tangents[k], strict=True
         ):
-            own = trace.scan.by_role(params)
-            second, dh0 = scan_back(trace, adjoint, gradients_of_states(trace, adjoint, *seeds), tangent, own, part)
+            own, adjoint = trace.scan.by_role(params), point.adjoint
+            second, dh0 = scan_back(point, tangent, own, part)
             found.states[trace.scan.number] = dh0, second.dc0
             for role, product in of_params(trace, adjoint, second, tangent, own).items():
                 found.params[role + trace.scan.suffix] = product
@@ -80,21 +105,27 @@ def residual_mat_prod(
     return found
 
 
-def scan_back(
-    trace: Trace,
-    adjoint: Adjoint,
-    gradients: tuple[Tensor, Tensor | None],
-    tangent: Tangent,
-    own: Mapping[str, Tensor],
-    dy: Tensor | None,
-) -> tuple[Adjoint, Tensor]:
+def residual_squares(stack: Stack, at: Sequence[Sequence[Point]], params: Mapping[str, Tensor], lead: int) -> Tensor:
+    """`v^T R v` `[V, N]` for every sample's residual `R` and some tangents `v` of parameters.
+
+    What is bilinear in a weight and its values counts twice: this needs no recurrence back in time.
+    """
+    found = []
+    for point, tangent in zip(chain(*at), chain(*stack.push(None, None, None, params, lead)[1]), strict=True):
+        found.append((point.second(tangent.q) * tangent.q).sum((0, 3, 4)))
+        own, moved = point.trace.scan.by_role(params), tangent.by_role()
+        for role in own.keys() & moved.keys():
+            given = point.adjoint.of(point.trace, role)[:, 0]
+            found.append(2 * torch.einsum("tno,voi,tvni->vn", given, own[role], moved[role]))
+    return add_up(found)
+
+
+def scan_back(point: Point, tangent: Tangent, own: Mapping[str, Tensor], dy: Tensor | None) -> tuple[Adjoint, Tensor]:
     """The derivative of a scan's backward recurrence, and that of the gradient of its initial hidden state."""
-    cell, (dm, dc) = trace.cell, (None if g is None else g[:, 0] for g in gradients)
-    assert dm is not None
-    local = vmap(lambda q: cell.second(trace.q, dm, dc, q), 1, 1)(tangent.q)
+    trace, adjoint, local = point.trace, point.adjoint, point.second(tangent.q)
     start: Tensor | None = None
     if "weight_hh" in own:
-        back = sent(cell.of_hidden(adjoint.dq), own["weight_hh"])
+        back = sent(trace.cell.of_hidden(adjoint.dq), own["weight_hh"])
         start, later = back[0], torch.cat([back[1:], torch.zeros_like(back[:1])])
         dy = later if dy is None else dy + later
     dy = local.new_zeros(*local.shape[:3], trace.before.shape[-1]) if dy is None else dy
@@ -108,15 +139,15 @@ def of_params(
 ) -> dict[str, Tensor]:
     """Products for the parameters of a scan, `[V, *p]`."""
     found = {}
-    moved = {"weight_ih": tangent.x, "weight_hh": tangent.before, "weight_hr": tangent.m}
+    moved = tangent.by_role()
     for role in own:
         columns, values = second.of(trace, role), trace.value(role)
         if values is None:
             found[role] = columns.sum((0, 2))
             continue
         found[role] = sequences.summed(columns.movedim(0, 2), values.transpose(0, 1))
-        if (u := moved[role]) is not None:
-            found[role] = found[role] + torch.einsum("tno,tvni->voi", adjoint.of(trace, role)[:, 0], u)
+        if role in moved:
+            found[role] = found[role] + torch.einsum("tno,tvni->voi", adjoint.of(trace, role)[:, 0], moved[role])
     return found
 
 

@@ -78,6 +78,15 @@ class Trace:
         return "weight_hr" in self.params
 
     @property
+    def units(self) -> int:
+        """`H`, the number of hidden units."""
+        return self.params["weight_hh"].shape[0] // self.cell.gates
+
+    def projected(self, m: Tensor) -> Tensor:
+        """Hidden states of those before the projection, or tangents of them."""
+        return m @ self.params["weight_hr"].T if self.projects else m
+
+    @property
     def y(self) -> Tensor:
         """The output `[T, N, P]` in the order of time."""
         return self.scan.turned(self.hidden)
