@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from bpk.jacobians.core.numeric import is_differentiated, slices
+from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.side_by_side import pick
 from bpk.jacobians.recurrent.grams import contracted
 from bpk.jacobians.recurrent.residual import Point, points, residual_squares
@@ -34,15 +35,23 @@ class Diagonals:
     def of(self, param: str) -> Tensor:
         """By matrices over time, for all parameters of a scan at once, where all above is one recurrence."""
         layer, place, role = self.stack.find(param)
-        row = self.points[layer]
-        above = [row[place]] if layer == len(self.points) - 1 else [*chain(*self.points[layer:])]
-        in_turns = len(above) == len(self.points) - layer
-        if role == "weight_hr" or not in_turns or is_differentiated() or not pays(above):
+        row = self.from_scan(layer, place)
+        if role == "weight_hr" or row is None or is_differentiated() or not pays(row):
             return self.by_tangents(param)
         if param not in self.known:
-            suffix = row[place].trace.scan.suffix
-            self.known |= {role + suffix: x for role, x in by_matrices(self.stack, layer, above).items()}
+            suffix = row[0].trace.scan.suffix
+            self.known |= {role + suffix: x for role, x in by_matrices(self.stack, layer, row).items()}
         return self.known[param]
+
+    def from_scan(self, layer: int, place: int) -> list[Point] | None:
+        """A scan and all above it, where that is one recurrence."""
+        row = [self.points[layer][place]] if layer == len(self.points) - 1 else [*chain(*self.points[layer:])]
+        return row if len(row) == len(self.points) - layer else None
+
+    def of_input(self) -> Tensor | None:
+        """The residual in the input `[N, T I, T I]`, where all that reads it is one recurrence, or one each way."""
+        rows = [self.from_scan(0, place) for place in range(len(self.points[0]))]
+        return add_up(of_input(self.stack, row) for row in rows if row) if all(rows) else None
 
     def by_tangents(self, param: str) -> Tensor:
         """By what the unit vectors of the parameter do, some at a time."""
@@ -58,20 +67,33 @@ class Diagonals:
 def by_matrices(stack: Stack, lowest: int, row: Sequence[Point]) -> dict[str, Tensor]:
     """The diagonals in the parameters of the lowest of some layers, by role."""
     cell, trace = stack.cell, row[0].trace
-    steps, n, kinds = trace.slopes.slope.shape[:3]
-    units = torch.eye(kinds, dtype=trace.x.dtype, device=trace.x.device)[:, None, :, None]
-    seconds = [point.second(units.expand(steps, kinds, n, kinds, point.trace.units)) for point in row]
     parts = []
-    for here in slices(n, max(1, LIMIT // numbers(row))):
-        grams, again = Recurrence(stack, lowest, row, seconds, here).grams()
-        found = {}
+    for at in recurrences(stack, lowest, row):
+        (grams, again), found = at.grams(), dict[str, Tensor]()
         for role in trace.params.keys() - {"weight_hr"}:
             gram = pick(grams, cell.inputs if role.endswith("_ih") else cell.hidden, 1).flatten(1, 2)
             values = trace.value(role)
-            found[role] = contracted(gram, None if values is None else values[:, here])
+            found[role] = contracted(gram, None if values is None else values[:, at.here])
         found["weight_hh"] = found["weight_hh"] + again
         parts.append(found)
     return {role: torch.cat([part[role] for part in parts]) for role in parts[0]}
+
+
+def of_input(stack: Stack, row: Sequence[Point]) -> Tensor:
+    """The residual `[N, T I, T I]` in what the lowest of all layers reads."""
+    found = torch.cat([at.of_input() for at in recurrences(stack, 0, row)])
+    steps = len(row[0].trace.x)
+    grid = found.view(len(found), steps, -1, steps, found.shape[-1] // steps)
+    return (grid.flip(1, 3) if row[0].trace.scan.reverse else grid).reshape(found.shape)
+
+
+def recurrences(stack: Stack, lowest: int, row: Sequence[Point]) -> Iterator[Recurrence]:
+    """The recurrence of some layers, for some samples at a time."""
+    steps, n, kinds = row[0].trace.slopes.slope.shape[:3]
+    eye = torch.eye(kinds, dtype=row[0].dm.dtype, device=row[0].dm.device)[:, None, :, None]
+    seconds = [point.second(eye.expand(steps, kinds, n, kinds, point.trace.units)) for point in row]
+    for here in slices(n, max(1, LIMIT // numbers(row))):
+        yield Recurrence(stack, lowest, row, seconds, here)
 
 
 def sizes(row: Sequence[Point]) -> tuple[int, int, int, int, int]:

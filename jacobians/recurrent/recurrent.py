@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.gemm import gram
-from bpk.jacobians.core.numeric import wide
+from bpk.jacobians.core.numeric import is_differentiated, wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.families import sequences
@@ -21,6 +21,7 @@ from bpk.jacobians.recurrent.diagonal import Diagonals
 from bpk.jacobians.recurrent.grams import TimeGrams, pays
 from bpk.jacobians.recurrent.layer import StepForward
 from bpk.jacobians.recurrent.stack import Pulled
+from bpk.jacobians.second_order.bordered import nonzero, polarised
 
 
 class Recurrent(RecurrentColumns):
@@ -158,12 +159,27 @@ class Recurrent(RecurrentColumns):
         found = {wrt: products.params[wrt] if isinstance(wrt, str) else self.left(products, wrt) for wrt in mats}
         return {wrt: product.to(mats[wrt].dtype) for wrt, product in found.items()}
 
-    def residual_squares(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
-        def find() -> Diagonals:
-            return Diagonals(self.at(call), self.seeds(self.split(call, wide(grad_out)[None])))
+    def signed_columns(
+        self, call: Call, grad_out: Tensor, wrts: Sequence[Wrt] = (0,)
+    ) -> tuple[dict[Wrt, Tensor], Tensor]:
+        """For the input alone from its rows, without an eigendecomposition."""
+        dense = self.diagonals(call, grad_out).of_input() if tuple(wrts) == (0,) and not is_differentiated() else None
+        if dense is None:
+            return super().signed_columns(call, grad_out, wrts)
+        rows = dense.to(grad_out.dtype).transpose(0, 1) / 2
+        columns, signs = polarised(rows[alive := nonzero(rows)], alive)
+        return {0: columns.unflatten(2, call.sample_shape(0))}, signs
 
+    def residual_squares(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        return self.diagonals(call, grad_out).of(param).to(grad_out.dtype)
+
+    def diagonals(self, call: Call, grad_out: Tensor) -> Diagonals:
+        """The residual's diagonals, shared by all parameters that ask with the same gradient."""
         known: Latest[Diagonals] = call.memo((self, "diagonals"), Latest)
-        return known.find(grad_out, find, len, KEEP).of(param).to(grad_out.dtype)
+        return known.find(grad_out, lambda: self.find_diagonals(call, grad_out), len, KEEP)
+
+    def find_diagonals(self, call: Call, grad_out: Tensor) -> Diagonals:
+        return Diagonals(self.at(call), self.seeds(self.split(call, wide(grad_out)[None])))
 
     # ---- Kronecker factors -----------------------------------------------------------------------
     def kron_input(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:

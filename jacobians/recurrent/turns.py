@@ -104,24 +104,47 @@ class Recurrence:
         return self.cell.assemble(a, *(x.expand(*a.shape[:2], -1) for x in (b, carry)))
 
     def back(self) -> tuple[list[Tensor], Tensor]:
-        """`J^T V` `[N, H, S, c]` where the lowest layer has its turn, and the diagonal `[N, H, K, T]` of `V_ee`."""
-        v, units = torch.zeros_like(self.turns[0].curved[0]), (self.states, -1)
-        reached, after = list[Tensor](), list[Tensor]()
+        """Where the lowest layer has its turn: `J^T V` `[N, S, S_0]` before it, and `V` `[T, N, S_0, S_0]` after it."""
+        v, own = torch.zeros_like(self.turns[0].curved[0]), self.turns[0].own
+        before, after = list[Tensor](), list[Tensor]()
         for t in reversed(range(len(self.act))):
-            for k, turn in reversed(list(enumerate(self.turns))):
+            for turn in reversed(self.turns):
                 left = turn.pull(t, v).mT
-                if k == 0:
-                    own = v[:, turn.own, turn.own].unflatten(1, units).unflatten(3, units)
-                    after.append(own.diagonal(dim1=2, dim2=4))  # [N, c, c, H]
-                    reached.append(left[..., turn.own].unflatten(2, units).permute(0, 3, 1, 2))
+                if turn is self.turns[0]:
+                    after.append(v[:, own, own])
+                    before.append(left[..., own])
                 v = turn.pull(t, left) + turn.curved[t]
-        acted = torch.einsum("tnhck,tncdh,tnhdk->nhkt", self.act, torch.stack(after[::-1]), self.act)
-        return reached[::-1], acted + self.second[0].diagonal(dim1=1, dim2=3).permute(1, 2, 3, 0)
+        return before[::-1], torch.stack(after[::-1])
+
+    def of_input(self) -> Tensor:
+        """The second derivative in the input of the lowest layer, in the order of reading: `[N, T I, T I]`."""
+        before, after = self.back()
+        weight, second = self.points[0].trace.params["weight_ih"].T[:, None], self.second[0].transpose(1, 2)
+        zero, shape = torch.zeros_like(weight), second.shape[:2]
+        q = self.cell.assemble(weight, zero, zero[..., : second.shape[-1]])  # [I, 1, K, H]
+        act = self.pushed(0, q).unflatten(1, shape).permute(1, 2, 0, 3)  # [T, N, I, S_0]
+        bent = torch.einsum("sbjh,bjkh->bkhs", q, second.flatten(0, 1)).flatten(1, 2)
+        own, mixed = ((x.transpose(0, 1).flatten(2) @ bent).unflatten(0, shape) for x in (q, self.turns[0].local))
+        own, width = own + act @ after @ act.mT, len(weight)
+        found = own.new_empty(shape[1], shape[0] * width, shape[0] * width)
+        start = torch.nn.functional.pad(act, (0, sum(self.widths[1:])))
+        p = start[0, :, :0]
+        for t in range(len(act)):
+            here = slice(t * width, (t + 1) * width)
+            row = p @ (before[t] @ act[t].mT + mixed[t])
+            found[:, : here.start, here], found[:, here, : here.start], found[:, here, here] = row, row.mT, own[t]
+            for turn in self.turns if t + 1 < len(act) else ():
+                p = turn.push(t, p)
+                p = torch.cat([p, start[t]], 1) if turn is self.turns[0] else p
+        return found
 
     def grams(self) -> tuple[Tensor, Tensor]:
         """`G` `[N, K, H, T, T]`, and what depends on earlier uses of `W_hh`, `[N, O, P]`."""
-        (reached, own), trace, first = self.back(), self.points[0].trace, self.turns[0]
+        (reached, after), trace, first = self.back(), self.points[0].trace, self.turns[0]
         steps, n, units, states, kinds = self.act.shape
+        after = after.view(steps, n, states, units, states, units).diagonal(dim1=3, dim2=5)  # [T, N, c, c, H]
+        own = torch.einsum("tnhck,tncdh,tnhdk->nhkt", self.act, after, self.act)
+        own = own + self.second[0].diagonal(dim1=1, dim2=3).permute(1, 2, 3, 0)
         found = own.new_zeros(n, units, kinds, steps, steps)
         found.diagonal(dim1=3, dim2=4).copy_(own)
         acts = self.act.permute(1, 2, 0, 3, 4).contiguous()  # [N, H, T, c, K]
@@ -137,7 +160,8 @@ class Recurrence:
         p = start[:, :, :0]  # [N, H, t c, S]: what came of each state of a unit at the steps before
         for t in range(steps):
             if t:
-                seen = (p @ torch.cat([reached[t], local], 3)) @ mix[t]  # p^T V_se
+                reach = reached[t].unflatten(2, (states, units)).permute(0, 3, 1, 2)
+                seen = (p @ torch.cat([reach, local], 3)) @ mix[t]  # p^T V_se
                 row = (seen.unflatten(2, (t, states)) * acts[:, :, :t]).sum(3).mT
                 found[..., t, :t] = row
                 found[..., :t, t] = row

@@ -97,6 +97,30 @@ def test_tangents_give_the_same(make: Callable[[], nn.Module], monkeypatch: pyte
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("limit", [1, 1 << 24], ids=["one sample at a time", "all samples"])
+@pytest.mark.parametrize("make", LAYERS, ids=[str(make()) for make in LAYERS])
+def test_columns_of_the_input(make: Callable[[], nn.Module], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their products add up to the second derivative in the input, jointly over all steps."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(diagonal, "LIMIT", limit)
+    layer: Any = make().double()
+    x = torch.randn(N, T, D, dtype=F64)
+    rule, call, grad = call_of(layer, x)
+    with torch.no_grad():
+        columns, signs = rule.signed_columns(call, grad)
+        dense = rule.diagonals(call, grad).of_input()
+    assert (dense is None) == (layer.bidirectional and layer.num_layers > 1)
+    flat = columns[0].flatten(2)
+    found = torch.einsum("kn,kni,knj->nij", signs, flat, flat)
+    for n in range(N):
+
+        def contracted(one: Tensor, n: int = n) -> Tensor:
+            return (layer(one)[0] * grad[n]).sum()
+
+        expected: Any = torch.autograd.functional.hessian(contracted, x[n : n + 1])
+        torch.testing.assert_close(found[n], expected.reshape(T * D, T * D))
+
+
 class Tagger(nn.Module):
     """A prediction for every step, of a network with dropout that has initial states and reads some of them twice."""
 
