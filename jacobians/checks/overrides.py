@@ -69,10 +69,10 @@ def in_blocks(case: Case, param: str) -> None:
 
 
 def of_residual(case: Case, param: str, second_order: bool) -> None:
-    """The diagonal of the residual in a parameter alone, against that of its columns."""
+    """The diagonal of the residual in a parameter alone, against that of its products."""
     if second_order and type(case.rule).residual_squares is not Rule.residual_squares:
         arguments = (case.call, case.cotangent(1)[0], param)
-        case.as_default("residual_squares", *arguments, wrt=param, axes=("sample",), against="its columns")
+        case.as_default("residual_squares", *arguments, wrt=param, axes=("sample",), against="its products")
 
 
 def of_diagonal(case: Case, param: str) -> None:

@@ -245,6 +245,11 @@ class WrongFactor(Linear):
         return super().kron_output(call, mat, param) / call.batch_size
 
 
+class WrongSquares(Linear):
+    def residual_squares(self, call: Call, grad_out: Tensor, param: str) -> Tensor:
+        return super().residual_squares(call, grad_out, param) + 1
+
+
 class WrongCongruence(Linear):
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         return super().congruence(call, matrix, wrt) * call.batch_size
@@ -257,6 +262,7 @@ class WrongCongruence(Linear):
         (WrongRows(), "individual"),
         (WrongNorm(), "norm_squared"),
         (WrongFactor(), "kron_output"),
+        (WrongSquares(), "residual_squares"),
         (WrongCongruence(), "congruence"),
     ],
 )
