@@ -186,6 +186,7 @@ RULES: tuple[Rule, ...] = (
             trained(nn.LayerNorm, 3, elementwise_affine=False, shape=(3, 2, 3)),
             trained(nn.LayerNorm, (1, 3), shape=(2, 2, 2, 1, 3)),
             trained(nn.LayerNorm, 2, shape=(2, 3, 2)),
+            trained(nn.LayerNorm, 16, eps=0.1, shape=(2, 2, 16)),
         ),
     ),
     RMSNormRule(
@@ -197,6 +198,7 @@ RULES: tuple[Rule, ...] = (
             trained(nn.RMSNorm, 4, eps=0.1, shape=(2, 3, 4)),
             trained(nn.RMSNorm, (2, 3), shape=(3, 2, 3)),
             trained(nn.RMSNorm, 3, elementwise_affine=False, shape=(3, 2, 3)),
+            trained(nn.RMSNorm, 16, shape=(2, 16)),
         ),
     ),
     GroupNormRule(
@@ -208,6 +210,7 @@ RULES: tuple[Rule, ...] = (
             trained(nn.GroupNorm, 2, 4, shape=(3, 4, 2)),
             trained(nn.GroupNorm, 1, 2, eps=0.1, shape=(2, 2, 2, 3)),
             trained(nn.GroupNorm, 2, 2, affine=False, shape=(3, 2, 3)),
+            trained(nn.GroupNorm, 2, 4, shape=(2, 4, 2, 4)),
         ),
     ),
     Autodiff(

@@ -59,6 +59,12 @@ class SoftmaxLike(BlockResidual):
         mixed = a[..., :, None] * p[..., None, :]
         return torch.diag_embed(a) - mixed - mixed.transpose(-1, -2)
 
+    def _near_diagonal(self, call: Call, grad: Tensor, inner: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """With `e = p^2 h`: `diag(e + a) + p f^T + f p^T`, `f = (sum e) p / 2 - e - a`."""
+        p = as_blocks(self._output(call), dim)
+        a, e = _centred(p, grad, -1), p.square() * inner
+        return e + a, p, p * (e.sum(-1, keepdim=True) / 2) - e - a
+
 
 def _centred(p: Tensor, mat: Tensor, dim: int) -> Tensor:
     """`(diag(p) - p p^T) mat` along `dim`."""
@@ -107,6 +113,12 @@ class LogSoftmax(BlockResidual):
         p = as_blocks(self._probabilities(call), dim)
         scale = -as_blocks(grad_out, dim).sum(-1)[..., None, None]
         return scale * (torch.diag_embed(p) - p[..., :, None] * p[..., None, :])
+
+    def _near_diagonal(self, call: Call, grad: Tensor, inner: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`diag(h - (sum g) p) + p f^T + f p^T`, `f = (sum h + sum g) p / 2 - h`."""
+        p, total = as_blocks(self._probabilities(call), dim), grad.sum(-1, keepdim=True)
+        inner = inner.expand_as(p)
+        return inner - total * p, p, p * (inner.sum(-1, keepdim=True) + total) / 2 - inner
 
 
 class GLU(AlongAxis):
@@ -193,6 +205,7 @@ RULES: tuple[Rule, ...] = (
             case(nn.Softmax, dim=-1, shape=(2, 3, 4)),
             case(nn.Softmax, dim=1, shape=(2, 3, 2, 2)),
             case(nn.Softmax, shape=(3, 4)),
+            case(nn.Softmax, dim=1, shape=(2, 8, 2)),
         ),
     ),
     SoftmaxLike(
@@ -203,6 +216,7 @@ RULES: tuple[Rule, ...] = (
             case(nn.Softmin, dim=1, shape=(3, 4)),
             case(nn.Softmin, dim=-2, shape=(2, 3, 4)),
             case(nn.Softmin, shape=(2, 3, 2, 2)),
+            case(nn.Softmin, dim=1, shape=(2, 8)),
         ),
     ),
     Softmax2d(
@@ -219,6 +233,7 @@ RULES: tuple[Rule, ...] = (
             case(nn.LogSoftmax, dim=-1, shape=(2, 3, 4)),
             case(nn.LogSoftmax, dim=1, shape=(2, 3, 2, 2)),
             case(nn.LogSoftmax, shape=(3, 4)),
+            case(nn.LogSoftmax, dim=-1, shape=(2, 2, 8)),
         ),
     ),
     GLU(

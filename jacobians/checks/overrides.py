@@ -33,6 +33,8 @@ def shortcuts(case: Case) -> None:
             kronecker(case, param)
     if type(case.rule).diagonal_behind is not Rule.diagonal_behind:
         behind_diagonal(case)
+    if second_order and type(case.rule).curvature_behind is not Rule.curvature_behind:
+        curvature_behind(case)
     out = case.call.output[0].numel()
     if case.exact and second_order and out <= BLOCK_LIMIT:
         for wrt in case.reference.wrts:
@@ -101,9 +103,29 @@ def behind_diagonal(case: Case) -> None:
     if got is None:
         return
     columns, signs = factoring.of_diagonal(diag)
-    mats = case.run("jac_t_mat_prod", rule.jac_t_mat_prod, call, columns, 0).flatten(2)
-    expected = torch.einsum("kni,kn,knj->nij", mats, signs, mats)
+    expected = summed_squares(case.run("jac_t_mat_prod", rule.jac_t_mat_prod, call, columns, 0), signs)
     case.same("diagonal_behind", got.flatten(1).diag_embed(), expected, 0, ("sample",), "its columns", loosen=4.0)
+
+
+def curvature_behind(case: Case) -> None:
+    """The residual, and what the columns of a diagonal make at the input, are a diagonal and these columns."""
+    rule, call = case.rule, case.call
+    grad, diag = case.cotangent(1)[0], case.cotangent(1)[0]
+    residual, own = rule.residual_columns(call, grad)
+    columns, signs = factoring.of_diagonal(diag)
+    behind = case.run("jac_t_mat_prod", rule.jac_t_mat_prod, call, columns, 0)
+    expected = summed_squares(residual[0], own)
+    for some, right in ((None, expected), (diag, expected + summed_squares(behind, signs))):
+        found = case.run("curvature_behind", rule.curvature_behind, call, grad, some)
+        if found is not None:
+            got = found.diag.flatten(1).diag_embed() + summed_squares(found.columns, found.signs)
+            case.same("curvature_behind", got, right, 0, ("sample",), "its columns", loosen=4.0)
+
+
+def summed_squares(columns: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """The matrices `[N, D, D]` that signed columns `[K, N, ...]` make."""
+    flat = columns.flatten(2)
+    return torch.einsum("kni,kn,knj->nij", flat, signs, flat)
 
 
 def individual(case: Case, param: str) -> None:

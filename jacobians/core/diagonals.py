@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.near_diagonal import NearDiagonal
 
 
 class Diagonals:
@@ -21,6 +22,13 @@ class Diagonals:
         """`J_n^T diag(h_n) J_n` for the Jacobian in the input, if that is a diagonal `[N, *in]` again.
 
         It is one where no entry of the output depends on two of the input; `None` otherwise.
+        """
+        return None
+
+    def curvature_behind(self, call: Call, grad_out: Tensor, diag: Tensor | None) -> NearDiagonal | None:
+        """`J_n^T diag(h_n) J_n`, for `h` `[N, *out]` (`None`: zero), and the residual, both in the input alone.
+
+        `None` where it is not known to be a diagonal and few columns.
         """
         return None
 

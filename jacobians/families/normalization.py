@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call, Wrt, once
 from bpk.jacobians.core.example import Example, case
+from bpk.jacobians.core.near_diagonal import FEW, NearDiagonal
 from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
 from bpk.jacobians.families.standardize import BLOCK, FixedStatistics, GroupStatistics, Standardized
+from bpk.jacobians.families.standardize_columns import PER_GROUP, eigenvectors, near_diagonal
 from bpk.jacobians.rule import Rule
 
 
@@ -135,8 +137,17 @@ class Normalization(Rule):
         known = self.standardized(call)
         if tuple(wrts) != (0,) or not isinstance(known, GroupStatistics):
             return super().residual_columns(call, grad_out, wrts)
-        columns, signs = known.columns(self._weighted(call, grad_out))
+        columns, signs = eigenvectors(known, self._weighted(call, grad_out))
         return {0: columns}, signs
+
+    def curvature_behind(self, call: Call, grad_out: Tensor, diag: Tensor | None) -> NearDiagonal | None:
+        """For groups of many entries: a diagonal and few columns for each."""
+        known = self.standardized(call)
+        if not isinstance(known, GroupStatistics) or known.size < FEW * PER_GROUP or self.mixing(call) is not None:
+            return None
+        weight = self.weight(call)
+        scaled = diag if diag is None or weight is None else diag * weight.square()
+        return near_diagonal(known, self._weighted(call, grad_out), scaled)
 
     def _weighted(self, call: Call, grad_out: Tensor) -> Tensor:
         weight = self.weight(call)

@@ -19,7 +19,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
+from bpk.jacobians.core.numeric import is_differentiated, wide
 from bpk.jacobians.core.series import Series
 
 BLOCK = 1 << 17
@@ -172,43 +172,6 @@ class GroupStatistics(Standardized):
         unit = d.product(var.compose(one, slopes), self.unit, torch.mul)
         return unit.linear(self.values, lambda c: self.unfold(c).to(self.values.dtype))
 
-    def columns(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Orthogonal columns of `R` in closed form: `[G (D + 2), N, *in]`, and signs `[G (D + 2), N]`.
-
-        In the plane of `x̂` and `h`, `R` is a symmetric 2 x 2 matrix; its eigenvectors make two columns. On what
-        `P` leaves orthogonal to the plane, it is `-(r^2 c / D)` times the projector `Q`, the sum of the
-        products of its columns: `Q = Q Q^T`.
-        """
-        x, r = self.unit.double(), self.rstd.double()
-        h = self.project(self.fold(grad[None])[0].double())
-        first, length = direction(x)
-        rest = h - first * (first * h).sum(1, keepdim=True)
-        rest = self.project(rest - first * (first * rest).sum(1, keepdim=True))
-        small = rest.square().sum(1, keepdim=True) <= torch.finfo(torch.float64).eps * h.square().sum(1, keepdim=True)
-        second, height = direction(torch.where(small, torch.zeros_like(rest), rest))
-
-        scale = -r.square() / self.size
-        flat = scale * (h * x).sum(1, keepdim=True)
-        top, bottom = 3 * flat * (1 - length.square() / self.size), torch.where(small, 0.0, flat)
-        (upper, lower), (cos, sin) = plane(top, scale * length * height, bottom)
-        basis = torch.eye(self.size, dtype=x.dtype, device=x.device)
-        outside = self.project(basis) - first[:, :, None] * first[:, None, :] - second[:, :, None] * second[:, None, :]
-        inside = ((first * cos + second * sin, upper), (second * cos - first * sin, lower))
-        scaled = [(vector * safe_sqrt(value.abs()))[:, None] for vector, value in inside]
-        vectors = torch.cat([outside * safe_sqrt(flat.abs())[:, :, None], *scaled], 1)  # [B, K, D]
-        signs = torch.cat([flat.expand(-1, self.size), upper, lower], 1).sign().detach().nan_to_num(nan=1.0)
-        return self._spread(vectors, grad), self._by_sample(signs).flatten(0, 1).to(grad.dtype)
-
-    def _by_sample(self, rows: Tensor) -> Tensor:
-        """`[B, K, ...] -> [G, K, N, ...]`."""
-        return rows.unflatten(0, (self.shape[0], self.groups)).movedim(0, 2)
-
-    def _spread(self, vectors: Tensor, grad: Tensor) -> Tensor:
-        """Columns of the groups `[B, K, D]` as columns of samples `[G K, N, *in]`, zero outside their group."""
-        own = self._by_sample(vectors)  # [G, K, N, D]
-        placed = torch.diag_embed(own.permute(1, 2, 3, 0)).permute(3, 0, 1, 4, 2)  # [G, K, N, G, D]
-        return placed.reshape(placed.shape[:2].numel(), *grad.shape).to(grad.dtype)
-
 
 class BatchStatistics(GroupStatistics):
     """Mean and variance of every channel (axis 1) over samples and positions: a group for each channel."""
@@ -222,18 +185,3 @@ class BatchStatistics(GroupStatistics):
     def unfold(self, rows: Tensor) -> Tensor:
         n, channels, *positions = self.shape
         return rows.reshape(rows.shape[0], channels, n, *positions).transpose(1, 2)
-
-
-def direction(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors `[B, D]` divided by their lengths (zero stays zero), and the lengths `[B, 1]`."""
-    length = safe_sqrt(rows.square().sum(1, keepdim=True))
-    return rows / torch.where(length == 0, 1.0, length), length
-
-
-def plane(top: Tensor, side: Tensor, bottom: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Eigenvalues of `[[top, side], [side, bottom]]`, and the cosine and sine of the first eigenvector's angle."""
-    mean, half = (top + bottom) / 2, (top - bottom) / 2
-    round_ = (half == 0) & (side == 0)
-    angle = torch.atan2(torch.where(round_, 0.0, side), torch.where(round_, 1.0, half)) / 2
-    spread = safe_sqrt(half.square() + side.square())
-    return (mean + spread, mean - spread), (angle.cos(), angle.sin())

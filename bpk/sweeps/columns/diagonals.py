@@ -122,7 +122,8 @@ def by_position(rule: Rule, view: Call, diag: Tensor, axes: int) -> LazyColumns:
     """The same for a call that treats positions one by one: columns of each position, in turn."""
     n, shape = len(diag), view.inputs[0].shape
     mats, signs = diagonal(diag.flatten(0, axes)).all()
-    sent = rule.jac_t_mat_prod(view.by_position(axes), mats[0], 0).flatten(2)  # [V, N T, I]
+    everywhere = mats[0].unflatten(1, shape[: 1 + axes])  # [V, N, *T, O]: an entry of each position at a time
+    sent = rule.jac_t_mat_prod(view, everywhere, 0).flatten(1, 1 + axes).flatten(2)  # [V, N T, I]
     if len(sent) > 2 * sent.shape[2]:
         rows = torch.bmm((sent * signs[..., None]).permute(1, 2, 0), sent.transpose(0, 1)).transpose(0, 1) / 2
         sent, signs = polarised(rows, torch.arange(sent.shape[2], device=sent.device))

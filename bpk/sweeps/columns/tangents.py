@@ -9,7 +9,7 @@ push tangents by their rules, stretches of functions by the derivative of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
 
@@ -22,7 +22,7 @@ from bpk.jacobians.core.products import Residual
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
 from bpk.plan.stretch import StretchCall
-from bpk.sweeps.columns.diagonals import WaitingDiagonal, in_one_precision, tied_inside
+from bpk.sweeps.columns.diagonals import in_one_precision, tied_inside
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.products.call_products import CallProducts, linearised
 
@@ -63,15 +63,28 @@ def is_flat(step: Step, samples: tuple[int, ...] | None) -> bool:
 
 
 class QuadraticForm:
-    """`t -> t^T H_n t` for tangents at the output of a call, where a diagonal and columns make `H_n`."""
+    """`t -> t^T H_n t` for tangents where a diagonal and columns make `H_n`."""
 
-    def __init__(self, diag: WaitingDiagonal, columns: Columns) -> None:
-        self.diag = diag.values
-        self.columns = columns
+    def __init__(self, diag: Tensor, columns: Columns | None = None) -> None:
+        self.diag = diag
+        self.columns = Columns() if columns is None else columns
+
+    @classmethod
+    def of_residual(cls, products: CallProducts) -> QuadraticForm | None:
+        """That of a residual in the input alone, if it is known to be a diagonal, or one and few columns."""
+        rule, call, grad = products.rule, products.call, products.grad
+        if products.stretch is not None or len(call.inputs) != 1:
+            return None
+        if rule.residual(call) is Residual.DIAGONAL:
+            return cls(rule.residual_diag(call, grad))
+        near = rule.curvature_behind(call, grad, None)
+        if near is None:
+            return None
+        return cls(near.diag, Columns({"near": near.columns}, signs={"near": near.signs}))
 
     def __call__(self, tangents: Tensor) -> Tensor:
         """`[P, N, *out] -> [P, N]`."""
-        found = (tangents.square() * self.diag).flatten(2).sum(2)
+        found = torch.linalg.vecdot((tangents * self.diag).flatten(2), tangents.flatten(2))
         for key, mat in self.columns.blocks.items():
             squares = torch.bmm(mat.flatten(2).transpose(0, 1), tangents.flatten(2).permute(1, 2, 0)).square()
             signs = self.columns.signs[key]
@@ -109,6 +122,7 @@ class Tangents:
         self.chunk = chunk
         self.last_reader: dict[Step, Step] = {}
         self.products: dict[Step, CallProducts] = {}
+        self.residuals: dict[Step, QuadraticForm] = {}
         for step in self.order:
             self.last_reader |= {link.producer: step for link in step.links.values()}
             stretch = linearised(step, samples)
@@ -116,6 +130,8 @@ class Tangents:
                 raise stretch.refusal
             rule, view = step.rule_at(samples), step.view(samples)
             self.products[step] = CallProducts(rule=rule, call=view, grad=rows(step.grad), stretch=stretch)
+            residual = QuadraticForm.of_residual(self.products[step])
+            self.residuals |= {} if residual is None else {step: residual}
 
     def squares(self, step: Step, name: str) -> Callable[[bool], Tensor]:
         """The diagonal in a parameter: by sample or not; of one that functions use, the sum alone."""
@@ -146,14 +162,19 @@ class Tangents:
             }
             if not arrived:
                 continue
-            curved = self.products[above].curve(arrived, Curvature.HESSIAN)
-            for wrt in arrived.keys() & curved.keys():
-                total += (curved[wrt] * arrived[wrt]).flatten(2).sum(2)
+            total += self.curved(above, arrived)
             outs[above] = self.products[above].push(arrived)
             for link in above.links.values():
                 if self.last_reader[link.producer] is above:  # so that not all are in memory at once
                     outs.pop(link.producer, None)
         return total + self.form(outs[self.at]) if self.at in outs else total
+
+    def curved(self, step: Step, arrived: Mapping[Wrt, Tensor]) -> Tensor | float:
+        """`[P, N]`: what the residual of a call makes of tangents at its inputs."""
+        if step in self.residuals:
+            return self.residuals[step](arrived[0])
+        products = self.products[step].curve(arrived, Curvature.HESSIAN)
+        return sum([(products[wrt] * arrived[wrt]).flatten(2).sum(2) for wrt in arrived.keys() & products.keys()])
 
     def own(self, step: Step, name: str) -> Tensor:
         """`[P]`: what the residual of a stretch makes of all units of a parameter that it uses."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from bpk.fields.arrived import ClosedForm, Columns, Use
@@ -51,20 +52,39 @@ class SignedHessian(ColumnSweep):
             )
         if step.rule is STRETCH:
             return list(self.of_stretch(step))
-        found = self.of_diagonal(step)
+        diag = self.diagonals.pop(step, None)
+        if diag is not None:
+            self.settle_diagonal(step, diag)
+        if (near := self.near_diagonal(step, diag)) is not None:
+            return [near]
+        found = [] if diag is None else self.of_diagonal(step, diag)
         return found if self.is_done else [*found, *(self.split(step, lazy) for lazy in self.of_call(step))]
 
-    def of_diagonal(self, step: Step) -> list[StartingColumns]:
-        """What a diagonal at the output of a call brings to its parameters, and sends to its input."""
-        diag = self.diagonals.pop(step, None)
-        if diag is None:
-            return []
+    def settle_diagonal(self, step: Step, diag: WaitingDiagonal) -> None:
+        """What a diagonal at the output of a call brings to its parameters."""
         rule, view = step.rule_at(self.samples), step.view(self.samples)
         step.reached = True
         for name in step.params:
             self.settle_squares(step, name, partial(rule.squares_of_diagonal, view, diag.values, name))
+
+    def near_diagonal(self, step: Step, diag: WaitingDiagonal | None) -> LazyColumns | None:
+        """The columns of what is curved at the input of a call, if that is a diagonal, for the call before, and few."""
+        if not takes(step) or not is_flat(step, self.samples) or not self.may_start_later(step, step.call.output.dtype):
+            return None
+        rule, view = step.rule_at(self.samples), step.view(self.samples)
+        if rule.residual(view) is not Residual.GENERAL:  # then no gradient is asked for
+            return None
+        found = rule.curvature_behind(view, self.rows(step.grad), None if diag is None else diag.values)
+        if found is None:
+            return None
+        self.start_later(step, WaitingDiagonal(found.diag))
+        return as_lazy({0: found.columns}, found.signs, "near a diagonal")
+
+    def of_diagonal(self, step: Step, diag: WaitingDiagonal) -> list[StartingColumns]:
+        """What a diagonal at the output of a call sends to its input."""
         if not step.links:
             return []
+        rule, view = step.rule_at(self.samples), step.view(self.samples)
         behind = diag.behind(rule, view)
         if behind is None:
             columns = behind_diagonal(rule, view, diag)
@@ -81,7 +101,7 @@ class SignedHessian(ColumnSweep):
         behind = calls_behind(self.plan, step, count + there, self.fields_are_rows or self.samples is not None)
         if not behind or any(mat.dtype is not diag.values.dtype for mat in waiting.blocks.values()):
             return False
-        form = QuadraticForm(diag, waiting)
+        form = QuadraticForm(diag.values, waiting)
         try:
             tangents = Tangents(step, behind, form, self.samples, self.chunk, self.rows)
         except UnsupportedLayer:  # a function that is not differentiated as often
@@ -109,18 +129,24 @@ class SignedHessian(ColumnSweep):
 
     def starts_later(self, step: Step, diag: WaitingDiagonal) -> bool:
         """Leave a diagonal at the input of a call to the call before, where that has a shorter way."""
-        link = step.links[0]
-        at = link.producer
-        if (
-            self.deposits is None
-            or step.samples_of_rows is not None
-            or diag.values.dtype is not at.call.output.dtype
-            or not takes(at)
-        ):
+        if not self.may_start_later(step, diag.values.dtype):
             return False
-        back = diag.through(link)
-        self.diagonals[at] = self.diagonals[at].plus(back) if at in self.diagonals else back
+        self.start_later(step, diag)
         return True
+
+    def may_start_later(self, step: Step, dtype: torch.dtype) -> bool:
+        """Whether the call before has a shorter way for a diagonal at the input of a call."""
+        if self.deposits is None or step.samples_of_rows is not None or not step.links:
+            return False
+        at = step.links[0].producer
+        return dtype is at.call.output.dtype and takes(at)
+
+    def start_later(self, step: Step, diag: WaitingDiagonal) -> None:
+        """Leave a diagonal at the input of a call to the call before."""
+        link = step.links[0]
+        back = diag.through(link)
+        at = link.producer
+        self.diagonals[at] = self.diagonals[at].plus(back) if at in self.diagonals else back
 
     def at_loss(self, step: Step) -> list[StartingColumns]:
         """The Hessian of a loss, times its factor in the objective."""

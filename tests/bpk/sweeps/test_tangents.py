@@ -66,7 +66,7 @@ CONVOLUTIONS: dict[str, Callable[[], nn.Sequential]] = {
     "around": lambda: ending_with(
         nn.Conv2d(2, 2, 1), around(nn.Conv2d(2, 2, 1), nn.Tanh()), nn.Conv2d(2, 8, 2), nn.Tanh()
     ),
-    "curved where columns would begin": lambda: ending_with(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.SiLU()),
+    "curved where columns would begin": lambda: ending_with(nn.Conv2d(2, 4, 1), nn.LayerNorm(4), nn.SiLU()),
     "statistics of the input": lambda: ending_with(nn.GroupNorm(1, 2), nn.Conv2d(2, 8, 2), nn.Tanh()),
 }
 SEQUENCES: dict[str, Callable[[], list[nn.Module]]] = {

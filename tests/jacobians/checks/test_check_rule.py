@@ -13,6 +13,7 @@ from bpk.jacobians.checks.check import check_rule
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.core.example import case
+from bpk.jacobians.core.near_diagonal import NearDiagonal
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.families.autodiff import Autodiff
@@ -250,6 +251,14 @@ class WrongSquares(Linear):
         return super().residual_squares(call, grad_out, param) + 1
 
 
+class ForgetsCurvature(Tanh):
+    """Has a diagonal of what is curved above it, and leaves its own residual out."""
+
+    def curvature_behind(self, call: Call, grad_out: Tensor, diag: Tensor | None) -> NearDiagonal:
+        above = torch.zeros_like(grad_out) if diag is None else diag * (1 - call.output.square()).square()
+        return NearDiagonal(above, grad_out.new_zeros(0, *grad_out.shape), grad_out.new_zeros(0, len(grad_out)))
+
+
 class WrongCongruence(Linear):
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         return super().congruence(call, matrix, wrt) * call.batch_size
@@ -264,6 +273,7 @@ class WrongCongruence(Linear):
         (WrongFactor(), "kron_output"),
         (WrongSquares(), "residual_squares"),
         (WrongCongruence(), "congruence"),
+        (ForgetsCurvature(), "curvature_behind"),
     ],
 )
 def test_wrong_shortcut(rule: Rule, product: str) -> None:
