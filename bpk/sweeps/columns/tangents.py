@@ -26,6 +26,10 @@ from bpk.sweeps.columns.diagonals import in_one_precision, tied_inside
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.products.call_products import CallProducts, linearised
 
+PIECE = 1 << 21
+"""How many numbers a block of tangents has on a processor: half of what columns have, since each call makes a new one
+while that in front is alive; with less, calls of functions take more time than cache saves."""
+
 
 def calls_behind(plan: Plan, at: Step, count: int, by_sample: bool) -> list[Step]:
     """The calls behind `at`, whose parameters go by tangents instead of `count` columns; none where that does not pay.
@@ -120,6 +124,8 @@ class Tangents:
         self.at = at
         self.form = form
         self.chunk = chunk
+        if at.call.output.device.type == "cpu":
+            self.chunk = min(chunk, max(1, PIECE // max(step.call.output.numel() for step in self.order)))
         self.last_reader: dict[Step, Step] = {}
         self.products: dict[Step, CallProducts] = {}
         self.residuals: dict[Step, QuadraticForm] = {}
