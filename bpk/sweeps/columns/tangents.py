@@ -9,7 +9,7 @@ push tangents by their rules, stretches of functions by the derivative of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from math import prod
 
@@ -67,9 +67,9 @@ def is_flat(step: Step, samples: tuple[int, ...] | None) -> bool:
 
 
 class QuadraticForm:
-    """`t -> t^T H_n t` for tangents where a diagonal and columns make `H_n`."""
+    """`t -> t^T H_n t` for tangents at one place, where a diagonal and columns make `H_n`."""
 
-    def __init__(self, diag: Tensor, columns: Columns | None = None) -> None:
+    def __init__(self, diag: Tensor | None = None, columns: Columns | None = None) -> None:
         self.diag = diag
         self.columns = Columns() if columns is None else columns
 
@@ -86,14 +86,25 @@ class QuadraticForm:
             return None
         return cls(near.diag, Columns({"near": near.columns}, signs={"near": near.signs}))
 
-    def __call__(self, tangents: Tensor) -> Tensor:
-        """`[P, N, *out] -> [P, N]`."""
-        found = torch.linalg.vecdot((tangents * self.diag).flatten(2), tangents.flatten(2))
+    def __call__(self, tangents: Tensor, others: dict[Hashable, Tensor] | None = None) -> Tensor:
+        """`[P, N, *out] -> [P, N]`; products with columns, which may go on to `others` places, are added there."""
+        flat = tangents.flatten(2)
+        found = tangents.new_zeros(tangents.shape[:2])
+        if self.diag is not None:
+            found += torch.linalg.vecdot((tangents * self.diag).flatten(2), flat)
         for key, mat in self.columns.blocks.items():
-            squares = torch.bmm(mat.flatten(2).transpose(0, 1), tangents.flatten(2).permute(1, 2, 0)).square()
-            signs = self.columns.signs[key]
-            found += (squares if signs is None else squares * signs.T[..., None]).sum(1).T
+            product = torch.bmm(mat.flatten(2).transpose(0, 1), flat.permute(1, 2, 0))  # [N, K, P]
+            if others is None:
+                found += squared(product, self.columns.signs[key])
+            else:
+                others[key] = others[key] + product if key in others else product
         return found
+
+
+def squared(product: Tensor, signs: Tensor | None) -> Tensor:
+    """Products `[N, K, P]` with columns of these signs `[K, N]`, as sums of squares `[P, N]`."""
+    squares = product.square()
+    return (squares if signs is None else squares * signs.T[..., None]).sum(1).T
 
 
 class Tangents:
@@ -102,7 +113,7 @@ class Tangents:
     Args:
         at: The call in front.
         behind: All calls behind it, consumers first.
-        form: The matrix at its output.
+        forms: What is curved ahead of them, at its output and at those of others to which columns go that pass it by.
         samples: Those that count (`None`: all).
         chunk: How many tangents may exist at a time.
         rows: Restricts a tensor over the batch to these samples.
@@ -115,14 +126,14 @@ class Tangents:
         self,
         at: Step,
         behind: list[Step],
-        form: QuadraticForm,
+        forms: Mapping[Step, QuadraticForm],
         samples: tuple[int, ...] | None,
         chunk: int,
         rows: Callable[[Tensor], Tensor],
     ) -> None:
         self.order = [*reversed(behind), at]
-        self.at = at
-        self.form = form
+        self.forms = forms
+        self.signs = {key: signs for form in forms.values() for key, signs in form.columns.signs.items()}
         self.chunk = chunk
         if at.call.output.device.type == "cpu":
             self.chunk = min(chunk, max(1, PIECE // max(step.call.output.numel() for step in self.order)))
@@ -160,20 +171,26 @@ class Tangents:
 
     def of(self, step: Step, name: str, units: Tensor) -> Tensor:
         """`[P, N]`: what these units make of all matrices on their way."""
-        outs = {step: self.products[step].push({name: units})}
-        total = units.new_zeros(len(units), outs[step].shape[1])
-        for above in self.order[self.order.index(step) + 1 :]:
+        outs: dict[Step, Tensor] = {}
+        products: dict[Hashable, Tensor] = {}
+        total: Tensor | float = 0.0
+        for above in self.order[self.order.index(step) :]:
             arrived: dict[Wrt, Tensor] = {
                 index: link.forth(outs[link.producer]) for index, link in above.links.items() if link.producer in outs
             }
-            if not arrived:
+            if arrived:
+                total = total + self.curved(above, arrived)
+            elif above is not step:
                 continue
-            total += self.curved(above, arrived)
-            outs[above] = self.products[above].push(arrived)
+            out = outs[above] = self.products[above].push({name: units} if above is step else arrived)
+            if above in self.forms:
+                total = total + self.forms[above](out, products)
             for link in above.links.values():
                 if self.last_reader[link.producer] is above:  # so that not all are in memory at once
                     outs.pop(link.producer, None)
-        return total + self.form(outs[self.at]) if self.at in outs else total
+        for key, product in products.items():
+            total = total + squared(product, self.signs[key])
+        return total if isinstance(total, Tensor) else units.new_zeros(len(units), out.shape[1])
 
     def curved(self, step: Step, arrived: Mapping[Wrt, Tensor]) -> Tensor | float:
         """`[P, N]`: what the residual of a call makes of tangents at its inputs."""

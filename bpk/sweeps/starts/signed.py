@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import ClosedForm, Columns, Use
+from bpk.fields.arrived import ClosedForm, Use
 from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.products import Residual
@@ -92,27 +92,32 @@ class SignedHessian(ColumnSweep):
         return [] if self.starts_later(step, behind) else [behind.columns()]
 
     def ends_with_tangents(self, step: Step, diag: WaitingDiagonal, count: int) -> bool:
-        """Do all that is behind a call by tangents, if these are fewer, and no columns are under way elsewhere."""
-        run, deposits, waiting = self.run, self.deposits, self.run.waiting.get(step, Columns())
-        elsewhere = self.diagonals or run.uses or run.waiting.keys() - {step}
-        if elsewhere or deposits is None or deposits.before or not is_flat(step, self.samples):
+        """Do all that is behind a call by tangents, if these are fewer."""
+        run, deposits = self.run, self.deposits
+        if run.uses or deposits is None or deposits.before or not is_flat(step, self.samples):
             return False
-        there = sum(map(len, waiting.blocks.values()))
-        behind = calls_behind(self.plan, step, count + there, self.fields_are_rows or self.samples is not None)
-        if not behind or any(mat.dtype is not diag.values.dtype for mat in waiting.blocks.values()):
+        diagonals = {step: diag.values} | {at: other.values for at, other in self.diagonals.items()}
+        blocks = [block for waits in run.waiting.values() for block in waits.blocks.items()]
+        count += sum(map(len, dict(blocks).values()))
+        behind = calls_behind(self.plan, step, count, self.fields_are_rows or self.samples is not None)
+        places = run.waiting.keys() | diagonals.keys()
+        kinds = {mat.dtype for _, mat in blocks} | {values.dtype for values in diagonals.values()}
+        if not behind or len(kinds) > 1 or not places <= {step, *behind}:
             return False
-        form = QuadraticForm(diag.values, waiting)
+        forms = {at: QuadraticForm(diagonals.get(at), run.waiting.get(at)) for at in places}
         try:
-            tangents = Tangents(step, behind, form, self.samples, self.chunk, self.rows)
+            tangents = Tangents(step, behind, forms, self.samples, self.chunk, self.rows)
         except UnsupportedLayer:  # a function that is not differentiated as often
             return False
-        if run.waiting.pop(step, None) is not None:
+        if (waiting := run.waiting.get(step)) is not None:
             self.note(run.uses, step, step.view(self.samples), step.rule_at(self.samples), waiting)
             self.settle_last(run.uses, step)
         for at in behind:
             at.reached = True
             for name in at.params:
                 self.settle_squares(at, name, tangents.squares(at, name))
+        run.waiting.clear()
+        self.diagonals.clear()
         self.is_done = True
         return True
 

@@ -32,6 +32,11 @@ def around(*layers: nn.Module) -> nn.Module:
     return Assembled(lambda self, x: x + self.layers(x), layers=nn.Sequential(*layers))
 
 
+def side_by_side(first: nn.Module, second: nn.Module) -> nn.Module:
+    """Two curved branches."""
+    return Assembled(lambda self, x: torch.cat([self.a(x), self.b(x)], 1), a=first, b=second)
+
+
 def function(of: Callable[[Tensor], Tensor]) -> nn.Module:
     """A function, which has no rule."""
     return Assembled(lambda self, x: of(x))
@@ -65,6 +70,17 @@ CONVOLUTIONS: dict[str, Callable[[], nn.Sequential]] = {
     "transposed": lambda: ending_with(nn.ConvTranspose2d(2, 2, 2, groups=2), nn.Tanh(), nn.Conv2d(2, 6, 2), nn.SiLU()),
     "around": lambda: ending_with(
         nn.Conv2d(2, 2, 1), around(nn.Conv2d(2, 2, 1), nn.Tanh()), nn.Conv2d(2, 8, 2), nn.Tanh()
+    ),
+    "columns that pass by": lambda: ending_with(
+        nn.Conv2d(2, 2, 1),
+        around(nn.Conv2d(2, 2, 1), nn.Conv2d(2, 12, 1), nn.SiLU(), nn.Conv2d(12, 2, 1)),
+        nn.Conv2d(2, 2, 2),
+    ),
+    "a diagonal that passes by": lambda: ending_with(
+        nn.Conv2d(2, 2, 1),
+        side_by_side(
+            nn.Sequential(nn.Conv2d(2, 12, 2), nn.SiLU()), nn.Sequential(nn.Conv2d(2, 2, 2, groups=2), nn.Tanh())
+        ),
     ),
     "curved where columns would begin": lambda: ending_with(nn.Conv2d(2, 4, 1), nn.LayerNorm(4), nn.SiLU()),
     "statistics of the input": lambda: ending_with(nn.GroupNorm(1, 2), nn.Conv2d(2, 8, 2), nn.Tanh()),
