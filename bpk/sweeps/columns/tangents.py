@@ -23,6 +23,7 @@ from bpk.plan.plan import Plan
 from bpk.plan.step import Step
 from bpk.plan.stretch import StretchCall
 from bpk.sweeps.columns.diagonals import in_one_precision, tied_inside
+from bpk.sweeps.columns.merging import flat
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.products.call_products import CallProducts, linearised
 
@@ -88,17 +89,21 @@ class QuadraticForm:
 
     def __call__(self, tangents: Tensor, others: dict[Hashable, Tensor] | None = None) -> Tensor:
         """`[P, N, *out] -> [P, N]`; products with columns, which may go on to `others` places, are added there."""
-        flat = tangents.flatten(2)
         found = tangents.new_zeros(tangents.shape[:2])
         if self.diag is not None:
-            found += torch.linalg.vecdot((tangents * self.diag).flatten(2), flat)
+            found += by_column(tangents.square().mul_(self.diag))
         for key, mat in self.columns.blocks.items():
-            product = torch.bmm(mat.flatten(2).transpose(0, 1), flat.permute(1, 2, 0))  # [N, K, P]
+            product = torch.bmm(flat(mat).transpose(0, 1), flat(tangents).permute(1, 2, 0))  # [N, K, P]
             if others is None:
                 found += squared(product, self.columns.signs[key])
             else:
                 others[key] = others[key] + product if key in others else product
         return found
+
+
+def by_column(mat: Tensor) -> Tensor:
+    """`[P, N, *out]` summed over the entries of a sample, whatever their order in memory."""
+    return mat.sum(tuple(range(2, mat.dim()))) if mat.dim() > 2 else mat
 
 
 def squared(product: Tensor, signs: Tensor | None) -> Tensor:
@@ -197,7 +202,7 @@ class Tangents:
         if step in self.residuals:
             return self.residuals[step](arrived[0])
         products = self.products[step].curve(arrived, Curvature.HESSIAN)
-        return sum([(products[wrt] * arrived[wrt]).flatten(2).sum(2) for wrt in arrived.keys() & products.keys()])
+        return sum([by_column(products[wrt] * arrived[wrt]) for wrt in arrived.keys() & products.keys()])
 
     def own(self, step: Step, name: str) -> Tensor:
         """`[P]`: what the residual of a stretch makes of all units of a parameter that it uses."""
