@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import is_differentiated, slices, wide
 from bpk.jacobians.core.products import Differentiable, Residual
-from bpk.jacobians.core.side_by_side import beside, taken_apart
+from bpk.jacobians.core.side_by_side import as_rows, beside, taken_apart
 
 UNITS = 1 << 22
 """How many numbers the unit vectors have whose products are taken at a time."""
@@ -68,7 +68,7 @@ def diagonal_by_sample(rule: Differentiable, call: Call, grad_out: Tensor, param
         for here in slices(shape.numel(), max(1, UNITS // max(1, shape.numel()))):
             at = torch.arange(here.start, here.stop, device=like.device)
             units = one_hot(at, shape.numel()).to(like.dtype).view(-1, *shape)
-            rows = rule.residual_mat_prod(alone, grad, {param: units})[param].flatten(1)
+            rows = as_rows(rule.residual_mat_prod(alone, grad, {param: units})[param])
             found.append(rows.gather(1, at[:, None])[:, 0])
     return torch.cat(found).view(call.batch_size, *shape)
 

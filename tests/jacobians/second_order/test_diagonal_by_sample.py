@@ -58,3 +58,24 @@ def test_diagonal_is_that_of_autograd(together: int, monkeypatch: pytest.MonkeyP
 
         whole = hessian(contracted)(layer.weight.detach()).reshape(12, 12)
         torch.testing.assert_close(found[n], whole.diagonal().reshape(3, 4))
+
+
+class Power(nn.Module):
+    """With a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exponent = nn.Parameter(torch.tensor(1.5, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs() ** self.exponent
+
+
+def test_a_parameter_without_axes() -> None:
+    torch.manual_seed(0)
+    layer, x = Power(), torch.randn(3, 2, dtype=F64)
+    call = Call.of(layer, x, params=("exponent",))
+    grad = torch.randn_like(call.output)
+    found = Autodiff(Power, params=("exponent",)).residual_squares(call, grad, "exponent")
+    expected = (grad * call.output * x.abs().log().square()).sum(1)
+    torch.testing.assert_close(found, expected.detach())
