@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 
 def logistic_regression() -> nn.Sequential:
@@ -46,6 +48,24 @@ def c3d3() -> nn.Sequential:
 def c3d3_sigmoid() -> nn.Sequential:
     """3C3D with a sigmoid before the classification layer, so that the Hessian has a residual."""
     return _c3d3(nn.Sigmoid)
+
+
+def c3d3_weight_norm() -> nn.Sequential:
+    """3C3D with ReLU, whose weights are normalised (Salimans, Kingma, 2016): functions compute them."""
+    model = c3d3()
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            weight_norm(layer)
+    return model
+
+
+def c3d3_pruned() -> nn.Sequential:
+    """3C3D with a sigmoid before the classification layer, of which half of the weights are masked."""
+    model = c3d3_sigmoid()
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            prune.random_unstructured(layer, "weight", amount=0.5)
+    return model
 
 
 def lenet5() -> nn.Sequential:

@@ -133,6 +133,10 @@ PROBLEMS = {
                 ("DiagHessian", "BatchDiagHessian", "HMP", "GGNMP")),
         Problem("lenet5", "LeNet-5 with tanh, MNIST shapes", networks.lenet5, (1, 28, 28), 10, 8,
                 ("DiagGGNExact", "DiagHessian", "BatchDiagHessian"), check_batch=2),
+        Problem("3c3d_norm", "3C3D with weight normalisation, CIFAR-10 shapes", networks.c3d3_weight_norm, (3, 32, 32),
+                10, 32, (*FIRST_ORDER, "DiagGGNExact", "DiagGGNMC"), check_batch=4),
+        Problem("3c3d_pruned", "3C3D with one sigmoid and masked weights, CIFAR-10 shapes", networks.c3d3_pruned,
+                (3, 32, 32), 10, 16, (*FIRST_ORDER, "DiagGGNExact", "DiagGGNMC", "DiagHessian"), check_batch=4),
         # 100 columns: the exact quantities follow at N=4.
         Problem("allcnnc", "All-CNN-C, CIFAR-100 shapes", networks.all_cnn_c, (3, 32, 32), 100, 16,
                 ("NoContext", *FIRST_ORDER, "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC", "KFACExpand",
