@@ -14,7 +14,7 @@ Nothing here knows a layer or a quantity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -122,21 +122,24 @@ class Backward:
                 listener.end(self.noted)
             self.hooks.run_last()
             if self.sharded is not None:
-                engine.when_finished(self.sharded.finish)  # FSDP2 has announced its own end before
+                engine.when_finished(self.ending(self.sharded))  # FSDP2 has announced its own end before
         except BaseException:
             self.abort()
             raise
         self.clear()
 
+    def ending(self, sharded: Sharded) -> Callable[[], None]:
+        """What is done with sharded parameters when FSDP2 has ended its pass."""
+        return sharded.finish
+
     def abort(self) -> None:
         """The pass did not finish: leave no fields on the models that it was to train."""
-        aimed_at = set(self.inspection.by_functions)
+        aimed_at = self.inspection.by_functions | self.parameters.states.keys()
         for record in (one for root, above in self.inspection.above.items() for one in (root, *above)):
             aimed_at.update(map(id, record.params.values()))
             record.close()  # the engine may keep a part of the graph until its next pass
             self.reached[record.module] = None
-        wholes = taking_part(self.reached, self.parameters.by_functions)[1]
-        self.parameters.fields.discard(wholes, aimed_at | self.parameters.states.keys())
+        self.parameters.fields.discard(taking_part(self.reached, self.parameters.by_functions)[1], aimed_at)
         self.clear()
 
     def clear(self) -> None:

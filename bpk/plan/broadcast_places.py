@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -122,14 +122,7 @@ class SpreadPlaces:
                 elif node not in seen:
                     seen.add(node)
                     waiting.append(node)
-        return found if found and self.are_apart(found) else None
-
-    def are_apart(self, uses: Sequence[Spread]) -> bool:
-        """Whether none leads through another one, whose share would count twice: data were passed for parameters."""
-        nodes = {use.node for use in uses}
-        starts = {use.start[0] for use in uses if use.start is not None} - {None}
-        inside = (here for start in starts if start is not None for here in between(start, lambda _: False))
-        return len(uses) == 1 or nodes.isdisjoint(inside)
+        return found if found and are_apart(found) else None
 
     def candidates(self, params: Iterable[int]) -> list[Spread]:
         """All that parameters may be spread by."""
@@ -203,6 +196,14 @@ class SpreadPlaces:
             if uses is not None:
                 found[k] = uses
         return found
+
+
+def are_apart(uses: Collection[Spread]) -> bool:
+    """Whether none leads through another one, whose share would count twice: data were passed for parameters."""
+    nodes = {use.node for use in uses}
+    starts = {use.start[0] for use in uses if use.start is not None}
+    inside = (here for start in starts if start is not None for here in between(start, lambda _: False))
+    return len(uses) == 1 or nodes.isdisjoint(inside)
 
 
 def keeps_rows(node: Node, shape: tuple[int, ...], n: int) -> bool:

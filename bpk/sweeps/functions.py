@@ -17,7 +17,7 @@ from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
 from bpk.plan.broadcast import BroadcastRows, at_parameters
-from bpk.plan.broadcast_places import Spread, SpreadPlaces
+from bpk.plan.broadcast_places import Spread, SpreadPlaces, are_apart
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
 from bpk.plan.parts import in_parts
@@ -57,6 +57,8 @@ class BroadcastParameters:
                 if k not in found or not all(engine.will_run(use.node) for use in found[k]):
                     refused.add(id(p))
                 self.broadcasts.setdefault(id(p), {}).update(dict.fromkeys(found.get(k, ())))
+        # what autograd brings to a function is the sum of what comes from all stretches that pass it
+        refused.update(key for key, uses in self.broadcasts.items() if uses and not are_apart(uses))
         if refused & self.expected.keys():
             what = "A parameter that functions spread over samples is used otherwise behind another loss."
             reason = "autograd adds up both, and was already expected to bring individual gradients."

@@ -189,6 +189,27 @@ def test_what_comes_by_two_ways_counts_once(name: str, on_data: bool, monkeypatc
         torch.testing.assert_close(value, found[key], msg=key)
 
 
+class OfSeveralStretches(Computes):
+    """A product with data whose rows one stretch adds to those of a layer, and another one averages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.fixed, Tensor)
+        product = self.fixed @ self.w.sin()
+        total = product + self.first(x[:, 0])  # a call of its own
+        return self.last(total * self.b * (1 + 0.1 * product.mean(0)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_product_that_several_stretches_lead_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd brings it the gradients of both: those of the mean belong to a sample each, and to no row."""
+    torch.manual_seed(0)
+    model, x = OfSeveralStretches(PRODUCTS["masked"], on_data=False).double(), rand(N, T, D)
+    found = rows(model, x)
+    row_by_row(monkeypatch)
+    for key, value in rows(model, x).items():
+        torch.testing.assert_close(value, found[key], msg=key)
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_quantity_agrees_with_autograd(name: str) -> None:
