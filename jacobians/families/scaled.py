@@ -22,6 +22,7 @@ class Scaled(Rule):
     Gradients are `s` times those of the product, their squares `s^2` times. A block of these is no Kronecker product:
     like every parameter without an input factor, the weight has its whole block.
 
+    >>> import torch
     >>> from bpk.jacobians.families.contraction import Contraction
     >>> rule, layer = Scaled(Contraction("... i, o i -> ... o")), torch.nn.Linear(3, 2)
     >>> x, s = torch.randn(4, 3), torch.tensor([[1.0, 0.0, 2.0]])
