@@ -108,46 +108,37 @@ class SpreadPlaces:
         Functions whose results do not hold the rows are passed: they may be of parameters alone.
         """
         found: list[Spread] = []
-        waiting = self.start(k)
-        seen = set(waiting)
-        while waiting:
-            here = waiting.pop()
-            if here not in self.users:
-                return None  # it is the end itself
-            for node, use in self.readers(here, k):
-                if use is not None and holds_rows(use):
-                    found.append(use)
-                elif node is None or node in self.of_data:
-                    return None
-                elif node not in seen:
-                    seen.add(node)
-                    waiting.append(node)
+        for node, use in self.reached(k, holds_rows):
+            if use is not None and holds_rows(use):
+                found.append(use)
+            elif node is None or node in self.of_data:
+                return None
         return found if found and are_apart(found) else None
 
     def candidates(self, params: Iterable[int]) -> list[Spread]:
         """All that parameters may be spread by."""
-        found: dict[Spread, None] = {}
-        for k in params:
-            waiting = self.start(k)
-            seen = set(waiting)
-            while waiting:
-                for node, use in self.readers(waiting.pop(), k):
-                    if use is not None:
-                        found[use] = None
-                    if node is not None and node not in self.of_data and node not in seen:
-                        seen.add(node)
-                        waiting.append(node)
-        return list(found)
+        each = (use for k in params for _, use in self.reached(k, lambda _: False))
+        return list(dict.fromkeys(use for use in each if use is not None))
 
-    def start(self, k: int) -> list[Node]:
-        """Where functions of a parameter begin."""
+    def reached(self, k: int, holds_rows: Callable[[Spread], bool]) -> Iterator[tuple[Node | None, Spread | None]]:
+        """The functions that a parameter gets to, and what they may do, up to those of data or that hold the rows."""
         leaf = self.leaves.get(id(self.source.trained[k]))
-        return [] if leaf is None else [leaf]
+        waiting = [] if leaf is None else [leaf]
+        seen = set(waiting)
+        while waiting:
+            for node, use in self.readers(waiting.pop(), k):
+                yield node, use
+                ends = node is None or node in self.of_data or (use is not None and holds_rows(use))
+                if node is not None and not ends and node not in seen:
+                    seen.add(node)
+                    waiting.append(node)
 
     def readers(self, here: Node, k: int) -> Iterator[tuple[Node | None, Spread | None]]:
-        """The functions of what is computed from a parameter, and what they may do (no function: nothing is known)."""
+        """The functions of what a node returns, and what they may do (no function: it is the end, or none is known)."""
         param = self.source.trained[k]
         is_leaf = leaf_of(here) is param
+        if here not in self.users:
+            yield None, None
         for node, place, edge in self.users.get(here, ()):
             if edge[0] is not here:
                 yield None, None

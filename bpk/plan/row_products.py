@@ -20,10 +20,8 @@ from bpk.recording import engine
 from bpk.recording.graph.convolutions import CONVOLUTION, OPTIONS, convolution_layer
 from bpk.recording.graph.identity import name_of
 from bpk.recording.graph.nodes import OPERANDS, Edge
+from bpk.recording.graph.parameter_operands import TRANSPOSES
 from bpk.rules import REGISTRY
-
-TRANSPOSING = ("Permute", "T", "Transpose")
-"""Functions that exchange the axes of a matrix."""
 
 ADJACENT, SPREAD = 0, 1
 """How rows of a sample lie along an axis: one after the other (`[N T]`), or each behind those of others (`[T N]`)."""
@@ -33,11 +31,11 @@ ADJACENT, SPREAD = 0, 1
 class RowProduct(ABC):
     """A function of rows and of what is computed from a parameter alone (`start`; `None`: the parameter itself).
 
-    `shape` is that of the operand, at `place` of the function's arguments.
+    `shape` is that of the operand, which is the function's argument of this number.
     """
 
     node: Node
-    place: int
+    argument: int
     shape: tuple[int, ...]
     start: Edge | None
 
@@ -83,13 +81,13 @@ class Weight(RowProduct):
     @property
     def is_right(self) -> bool:
         """Whether it is the right operand."""
-        return self.operands[1][1] == self.place
+        return self.operands[1][1] == self.argument
 
     @property
     def is_turned(self) -> bool:
         """Whether the operand is the transpose of what functions have computed."""
         node = None if self.start is None else self.start[0]
-        return node is not None and name_of(type(node)) in TRANSPOSING
+        return node is not None and name_of(type(node)) in TRANSPOSES
 
     @property
     def axis(self) -> int:
@@ -138,7 +136,7 @@ class Kernel(RowProduct):
         call = Call(layer, [x.detach()], params, grad[0])
         rule = REGISTRY.find(layer)
         assert rule is not None
-        return rule.jac_t_mat_prod(call, grad, names[self.place - 1], sum_batch=False)
+        return rule.jac_t_mat_prod(call, grad, names[self.argument - 1], sum_batch=False)
 
 
 def by_sample(x: Tensor, axis: int, place: int, count: int) -> Tensor:
@@ -147,8 +145,8 @@ def by_sample(x: Tensor, axis: int, place: int, count: int) -> Tensor:
     return x.unflatten(axis, sizes).movedim(axis + place, 0)
 
 
-def product_of(node: Node, place: int, shape: tuple[int, ...], start: Edge | None) -> RowProduct | None:
-    """What a function does with an argument at a place, if this is such a product.
+def product_of(node: Node, argument: int, shape: tuple[int, ...], start: Edge | None) -> RowProduct | None:
+    """What a function does with an argument, by its number, if this is such a product.
 
     What a checkpoint keeps is handed out only once.
     """
@@ -156,10 +154,10 @@ def product_of(node: Node, place: int, shape: tuple[int, ...], start: Edge | Non
     if name == CONVOLUTION:
         known = all(engine.keeps_tensor(node, kept) for kept in ("input", "weight"))
         real = not engine.kind_of_output(node, 0)[1].is_complex
-        return Kernel(node, place, shape, start) if place > 0 and known and real else None
+        return Kernel(node, argument, shape, start) if argument > 0 and known and real else None
     if name not in OPERANDS:
         return None
-    if len(node.next_functions) == 3 and place == 0:
-        return AddedVector(node, place, shape, start) if shape == tuple(engine.output_shapes(node)[0][1:]) else None
-    other = next(kept for kept, at in OPERANDS[name] if at != place)
-    return Weight(node, place, shape, start) if engine.keeps_tensor(node, other) else None
+    if len(node.next_functions) == 3 and argument == 0:
+        return AddedVector(node, argument, shape, start) if shape == tuple(engine.output_shapes(node)[0][1:]) else None
+    other = next(kept for kept, at in OPERANDS[name] if at != argument)
+    return Weight(node, argument, shape, start) if engine.keeps_tensor(node, other) else None

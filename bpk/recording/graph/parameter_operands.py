@@ -63,7 +63,7 @@ def operand_behind(node: Node | None) -> Operand | None:
     if param is not None:
         return Operand(param, None, walk)
     end = walk[-1].next_functions[0][0] if walk else node
-    if end is None or name_of(type(end)) != "Mul" or [name_of(type(one)) for one in walk].count(CAST) > 1:
+    if end is None or name_of(type(end)) != "Mul" or not is_cast_once(walk):
         return None
     for place, other in enumerate(("other", "self")):
         param = parameter_at(end.next_functions[place][0])
@@ -82,8 +82,12 @@ def parameter_behind(node: Node | None) -> tuple[nn.Parameter | None, list[Node]
     while node is not None and name_of(type(node)) in REARRANGING:
         walk.append(node)
         node = node.next_functions[0][0]
-    casts = [name_of(type(one)) for one in walk].count(CAST)
-    return parameter_at(node) if casts < 2 else None, walk
+    return parameter_at(node) if is_cast_once(walk) else None, walk
+
+
+def is_cast_once(walk: Sequence[Node]) -> bool:
+    """Whether at most one of the nodes changes the precision."""
+    return [name_of(type(node)) for node in walk].count(CAST) < 2
 
 
 def has_own_order(walk: Sequence[Node]) -> bool:

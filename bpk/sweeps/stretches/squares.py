@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -58,26 +59,15 @@ class ParameterCurvature:
         """
         products.require_values_only()
         param = in_parts(self.source.trained[0].detach())
-        size = param.numel()
-        found = Couplings(products.product, [param.shape], param)
-        if size == 1 or found.none_between([torch.arange(size, device=param.device).reshape(param.shape)], size):
-            return products.product([torch.ones_like(param)[None]])[0][0]
-        apart = [axis for axis in range(param.dim()) if self.separates(found, param, axis)]
-        within = [axis for axis in range(param.dim()) if axis not in apart]
-        order = [*apart, *within]
-        blocks, inside = (torch.Size([param.shape[axis] for axis in axes]) for axes in (apart, within))
-        back = [1 + order.index(axis) for axis in range(param.dim())]
-        diagonal = param.new_empty(blocks.numel(), inside.numel())
-        for some in torch.arange(inside.numel(), device=param.device).split(max(1, AT_ONCE // size)):
-            units = param.new_zeros(len(some), inside.numel()).scatter_(1, some[:, None], 1.0)
-            units = units[:, None].expand(-1, blocks.numel(), -1).reshape(len(some), *blocks, *inside)
-            rows = products.product([units.permute(0, *back)])[0].permute(0, *(1 + axis for axis in order))
-            every = rows.reshape(len(some), blocks.numel(), inside.numel())
-            diagonal[:, some] = every.gather(2, some[:, None, None].expand(-1, blocks.numel(), 1))[..., 0].T
-        return diagonal.reshape(*blocks, *inside).permute([axis - 1 for axis in back])
 
-    def separates(self, found: Couplings, param: Tensor, axis: int) -> bool:
-        """Whether entries with different positions along an axis are not coupled."""
-        count = param.shape[axis]
-        label = torch.arange(count, device=param.device).reshape(-1, *[1] * (param.dim() - axis - 1))
-        return count > 1 and found.none_between([label.expand(param.shape)], count)
+        def product(mats: Sequence[Tensor]) -> list[Tensor]:
+            return [products.product([mats[0][:, 0]])[0][:, None]]
+
+        blocks = Couplings(product, [torch.Size([1, *param.shape])], param).blocks()
+        (size,), found = blocks.sizes, []
+        for some in torch.arange(size, device=param.device).split(max(1, AT_ONCE // max(1, param.numel()))):
+            units = param.new_zeros(len(some), size).scatter_(1, some[:, None], 1.0)
+            everywhere = blocks.from_blocks(0, units[:, None, None].expand(-1, 1, blocks.positions, -1))
+            rows = blocks.to_blocks(0, product([everywhere])[0])  # [K, 1, P, B]
+            found.append(rows.gather(3, some[:, None, None, None].expand(-1, 1, blocks.positions, 1)))
+        return blocks.from_blocks(0, torch.cat(found).permute(3, 1, 2, 0))[0, 0]
