@@ -107,6 +107,16 @@ class Function(nn.Module):
         return self.function(x)
 
 
+class OfParts(nn.Module):
+    """A parametrisation: a complex number, of two parameters."""
+
+    def forward(self, re: Tensor, im: Tensor) -> Tensor:
+        return torch.complex(re, im)
+
+    def right_inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        return z.real.clone(), z.imag.clone()
+
+
 class TakeFirst(nn.Module):
     """The first output of a layer that has several; a layer that wants time first gets it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +16,25 @@ ALL = tuple(FIELDS)
 ON_ANY_GRAPH = tuple(e for e in ALL if e not in (E.KFRA, E.PCHMP))
 
 
+def exact_fields(ref: Reference) -> dict[str, Callable[[str], Tensor]]:
+    """By field: what it must be, by name of the parameter."""
+    return {
+        "grad_batch": ref.grad_batch,
+        "batch_l2": ref.batch_l2,
+        "sum_grad_squared": ref.sum_grad_squared,
+        "variance": ref.variance,
+        "diag_ggn_exact": ref.diag_ggn,
+        "diag_ggn_exact_batch": ref.diag_ggn_batch,
+        "diag_h": ref.diag_h,
+        "diag_h_batch": ref.diag_h_batch,
+    }
+
+
 def agrees(model: nn.Module, ref: Reference, factors: bool = True, **tolerance: float) -> None:
     """Every exact quantity on the parameters is that of the reference."""
     close: dict[str, Any] = {"rtol": 1e-7, "atol": 1e-9} | tolerance
     for name, p in model.named_parameters():
-        exact = {
-            "grad_batch": ref.grad_batch,
-            "batch_l2": ref.batch_l2,
-            "sum_grad_squared": ref.sum_grad_squared,
-            "variance": ref.variance,
-            "diag_ggn_exact": ref.diag_ggn,
-            "diag_ggn_exact_batch": ref.diag_ggn_batch,
-            "diag_h": ref.diag_h,
-            "diag_h_batch": ref.diag_h_batch,
-        }
-        for field, of in exact.items():
+        for field, of in exact_fields(ref).items():
             torch.testing.assert_close(
                 getattr(p, field), of(name), msg=lambda m, f=field, n=name: f"{n}.{f}: {m}", **close
             )

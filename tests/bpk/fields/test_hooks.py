@@ -9,16 +9,7 @@ from torch.nn.utils import parametrize
 import bpk
 from bpk import extensions as E
 from tests.helpers import backward
-
-
-class Parts(nn.Module):
-    """A complex number, of two parameters."""
-
-    def forward(self, re: Tensor, im: Tensor) -> Tensor:
-        return torch.complex(re, im)
-
-    def right_inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        return z.real.clone(), z.imag.clone()
+from tests.models.networks import OfParts
 
 
 class Complex(nn.Module):
@@ -29,7 +20,7 @@ class Complex(nn.Module):
         self.first, self.last = (nn.Linear(3, 3, dtype=torch.complex64) for _ in range(2))
         for layer in (self.first, self.last):
             for name in ("weight", "bias"):
-                parametrize.register_parametrization(layer, name, Parts())
+                parametrize.register_parametrization(layer, name, OfParts())
 
     def forward(self, x: Tensor, deep: bool = True) -> Tensor:
         z = self.first(torch.complex(x, x.sin()))

@@ -93,6 +93,15 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast.BroadcastRows, "rows", lambda *given: {})
 
 
+def same_row_by_row(model: nn.Module, x: Tensor, found: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are those that a pass for each sample finds."""
+    row_by_row(monkeypatch)
+    expected = rows(model, x)
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], msg=key)
+
+
 @pytest.mark.parametrize("on_data", [False, True], ids=["behind a layer", "on data"])
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -102,11 +111,7 @@ def test_rows_are_those_of_row_by_row(name: str, on_data: bool, monkeypatch: pyt
     passes = count_passes(monkeypatch)
     found = rows(model, x)
     assert not any(passes), "no parameter takes a pass for each sample"
-    row_by_row(monkeypatch)
-    expected = rows(model, x)
-    assert found.keys() == expected.keys()
-    for key, value in found.items():
-        torch.testing.assert_close(value, expected[key], msg=key)
+    same_row_by_row(model, x, found, monkeypatch)
 
 
 MIXING: dict[str, Function] = {
@@ -144,9 +149,7 @@ def test_constants_that_are_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = count_passes(monkeypatch)
     found = rows(model, x)
     assert not any(passes)
-    row_by_row(monkeypatch)
-    for key, value in rows(model, x).items():
-        torch.testing.assert_close(value, found[key], msg=key)
+    same_row_by_row(model, x, found, monkeypatch)
 
 
 class Row(Computes):
@@ -160,10 +163,7 @@ class Row(Computes):
 def test_rows_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = Row(PRODUCTS["masked"], on_data=False, shape=(N, D)).double(), rand(N, T, D)
-    found = rows(model, x)
-    row_by_row(monkeypatch)
-    for key, value in rows(model, x).items():
-        torch.testing.assert_close(value, found[key], msg=key)
+    same_row_by_row(model, x, rows(model, x), monkeypatch)
 
 
 BOTH_WAYS: dict[str, Function] = {
@@ -183,10 +183,7 @@ def test_what_comes_by_two_ways_counts_once(name: str, on_data: bool, monkeypatc
     """Functions of data may be taken for those of parameters alone, and lead past a product of the same parameter."""
     torch.manual_seed(0)
     model, x = Computes(BOTH_WAYS[name], on_data).double(), rand(N, T, D)
-    found = rows(model, x)
-    row_by_row(monkeypatch)
-    for key, value in rows(model, x).items():
-        torch.testing.assert_close(value, found[key], msg=key)
+    same_row_by_row(model, x, rows(model, x), monkeypatch)
 
 
 class OfSeveralStretches(Computes):
@@ -204,10 +201,7 @@ def test_a_product_that_several_stretches_lead_through(monkeypatch: pytest.Monke
     """Autograd brings it the gradients of both: those of the mean belong to a sample each, and to no row."""
     torch.manual_seed(0)
     model, x = OfSeveralStretches(PRODUCTS["masked"], on_data=False).double(), rand(N, T, D)
-    found = rows(model, x)
-    row_by_row(monkeypatch)
-    for key, value in rows(model, x).items():
-        torch.testing.assert_close(value, found[key], msg=key)
+    same_row_by_row(model, x, rows(model, x), monkeypatch)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

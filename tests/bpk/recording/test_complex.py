@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 import bpk
 from bpk import extensions as E
 from tests.helpers import SECOND_ORDER, backward
+from tests.models.networks import OfParts
 from tests.references.compare import ON_ANY_GRAPH, agrees, rand
 from tests.references.reference import Reference
 
@@ -58,16 +59,6 @@ def test_agrees_with_autograd(how: str, converter: bool) -> None:
     assert not converter or isinstance(net, torch.fx.GraphModule)
     backward(net, bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
     agrees(net, ref, factors=False)
-
-
-class OfParts(nn.Module):
-    """A complex number, of two parameters."""
-
-    def forward(self, re: Tensor, im: Tensor) -> Tensor:
-        return torch.complex(re, im)
-
-    def right_inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        return z.real.clone(), z.imag.clone()
 
 
 class ComplexLayers(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
 from tests.helpers import backward, columns_begun, extended
 from tests.references.hessian_diagonals import of_loss, of_samples
@@ -69,6 +70,38 @@ def same_sums(model: nn.Module, expected: list[Tensor]) -> None:
         torch.testing.assert_close(p.diag_h, diagonal, rtol=1e-8, atol=1e-11)
 
 
+def compare_draws(model: nn.Sequential, dropout: nn.Module) -> None:
+    """The sum in a model of which one layer draws, with the same draws."""
+    (x, y), loss_fn = data(), nn.CrossEntropyLoss()
+    dropout.train()
+    torch.manual_seed(5)
+    expected = of_loss(model, loss_fn(model(x), y))
+    extended(model, loss_fn)
+    torch.manual_seed(5)
+    backward(model, loss_fn, x, y, DiagHessian())
+    same_sums(model, expected)
+
+
+def compare_two_losses(body: nn.Module, features: int) -> None:
+    """The sum behind two losses, each with a head of its own."""
+    x, y = data()
+    heads = [nn.Linear(features, 3).double(), nn.Linear(features, 2).double()]
+    losses = [nn.CrossEntropyLoss(), nn.MSELoss()]
+    target = torch.randn(3, 2).double()
+
+    def total() -> Tensor:
+        found = body(x)
+        return losses[0](heads[0](found), y) + losses[1](heads[1](found), target)
+
+    model = nn.ModuleList([body, *heads])
+    expected = of_loss(model, total())
+    for module in (body, *heads, *losses):
+        bpk.extend(module)
+    with bpk.backpack(DiagHessian()):
+        total().backward()
+    same_sums(model, expected)
+
+
 def compare(model: nn.Sequential, loss_fn: nn.Module, x: Tensor, y: Tensor) -> None:
     """Individual Hessian diagonals and their sum against plain autograd."""
     expected = of_samples(model, x, y, loss_fn)
@@ -93,14 +126,8 @@ def test_diagonals_are_those_of_autograd(network: str, loss: str) -> None:
 
 def test_dropout_that_draws() -> None:
     """The diagonal is scaled by the square of what was drawn."""
-    (x, y), model, loss_fn = data(), NETWORKS["elementwise layers in a row"](), nn.CrossEntropyLoss()
-    model[4].train()
-    torch.manual_seed(5)
-    expected = of_loss(model, loss_fn(model(x), y))
-    extended(model, loss_fn)
-    torch.manual_seed(5)
-    backward(model, loss_fn, x, y, DiagHessian())
-    same_sums(model, expected)
+    model = NETWORKS["elementwise layers in a row"]()
+    compare_draws(model, model[4])
 
 
 @pytest.fixture

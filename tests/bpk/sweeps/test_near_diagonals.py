@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
-from tests.bpk.sweeps.test_diagonals import compare, data, ending_with, same_sums
+from tests.bpk.sweeps.test_diagonals import compare, compare_draws, compare_two_losses, data, ending_with, same_sums
 from tests.helpers import backward, columns_begun, extended
 from tests.references.hessian_diagonals import of_loss, of_samples
 
@@ -118,36 +117,14 @@ def test_a_layer_that_is_used_twice(begun: Counter[str]) -> None:
 
 
 def test_dropout_in_front() -> None:
-    (x, y), loss_fn = data(), nn.CrossEntropyLoss()
     model = ending_with(nn.Conv2d(2, 4, 1), nn.Dropout(0.5), nn.GroupNorm(2, 4), nn.SiLU())
-    model[1].train()
-    torch.manual_seed(5)
-    expected = of_loss(model, loss_fn(model(x), y))
-    extended(model, loss_fn)
-    torch.manual_seed(5)
-    backward(model, loss_fn, x, y, DiagHessian())
-    same_sums(model, expected)
+    compare_draws(model, model[1])
 
 
 def test_two_losses() -> None:
-    x, y = data()
     body = PICTURES["group norm"]()[:-1]
     torch.manual_seed(2)
-    heads = [nn.Linear(64, 3).double(), nn.Linear(64, 2).double()]
-    losses = [nn.CrossEntropyLoss(), nn.MSELoss()]
-    target = torch.randn(3, 2).double()
-
-    def total() -> Tensor:
-        features = body(x)
-        return losses[0](heads[0](features), y) + losses[1](heads[1](features), target)
-
-    model = nn.ModuleList([body, *heads])
-    expected = of_loss(model, total())
-    for module in (body, *heads, *losses):
-        bpk.extend(module)
-    with bpk.backpack(DiagHessian()):
-        total().backward()
-    same_sums(model, expected)
+    compare_two_losses(body, 64)
 
 
 def test_single_precision() -> None:

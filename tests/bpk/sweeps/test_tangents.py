@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
 from bpk.sweeps.columns.tangents import Tangents
-from tests.bpk.sweeps.test_diagonals import compare, data, ending_with, same_sums
+from tests.bpk.sweeps.test_diagonals import compare, compare_two_losses, data, ending_with, same_sums
 from tests.helpers import backward, extended
 from tests.models.networks import TakeFirst
 from tests.references.compare import Assembled
@@ -210,19 +209,4 @@ def test_a_layer_in_front_and_behind_goes_by_columns(asked: list[str]) -> None:
 
 def test_two_losses(asked: list[str]) -> None:
     """Columns of one are under way elsewhere, where those of the other might end."""
-    x, y = data()
-    body, heads = CONVOLUTIONS["curved in between"]()[:-1], [nn.Linear(48, 3).double(), nn.Linear(48, 2).double()]
-    losses = [nn.CrossEntropyLoss(), nn.MSELoss()]
-    target = torch.randn(3, 2).double()
-
-    def total() -> Tensor:
-        features = body(x)
-        return losses[0](heads[0](features), y) + losses[1](heads[1](features), target)
-
-    model = nn.ModuleList([body, *heads])
-    expected = of_loss(model, total())
-    for module in (body, *heads, *losses):
-        bpk.extend(module)
-    with bpk.backpack(DiagHessian()):
-        total().backward()
-    same_sums(model, expected)
+    compare_two_losses(CONVOLUTIONS["curved in between"]()[:-1], 48)
