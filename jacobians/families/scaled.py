@@ -25,10 +25,10 @@ class Scaled(Rule):
     >>> import torch
     >>> from bpk.jacobians.families.contraction import Contraction
     >>> rule, layer = Scaled(Contraction("... i, o i -> ... o")), torch.nn.Linear(3, 2)
-    >>> x, s = torch.randn(4, 3), torch.tensor([[1.0, 0.0, 2.0]])
+    >>> x, s = torch.ones(4, 3), torch.tensor([[1.0, 0.0, 2.0]])
     >>> call = Call(WithArguments(layer, {"scale": s}), [x], {"weight": layer.weight.detach()}, torch.empty(4, 2))
-    >>> rule.jac_t_mat_prod(call, torch.ones(1, 4, 2), "weight")[0, 0, 1]
-    tensor(0.)
+    >>> rule.jac_t_mat_prod(call, torch.ones(1, 4, 2), "weight")[0, 0]
+    tensor([4., 0., 8.])
     """
 
     def __init__(self, layer: Rule) -> None:
