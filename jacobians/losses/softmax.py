@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bpk.jacobians.core.call import Call, Options, once
+from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
 from bpk.jacobians.losses.loss import Loss
@@ -176,12 +177,13 @@ class SoftmaxCrossEntropy(Loss):
         """`[C, N, C, P]`: column `c` at every position (of other weights `[N, P]` than the call's)."""
         log_p, own = self._softmax(call)
         weight = own if weight is None else weight
-        root = (log_p / 2).exp() * safe_sqrt(weight)[:, None]  # exp(log_p / 2) has a derivative also where p is 0
         if not is_differentiated():
-            columns = root.neg().transpose(0, 1)[:, :, None] * log_p.exp()
-            own = (-root * log_p.expm1()).transpose(1, 2)  # root (1 - p), right where p is close to 1
-            columns.diagonal(dim1=0, dim2=2).copy_(own)
+            negative = log_p.div(2).exp_().mul_(weight.sqrt().neg_().unsqueeze(1))
+            columns = negative.transpose(0, 1).unsqueeze(2) * log_p.exp()
+            own = log_p.expm1().mul_(negative)  # root (1 - p), right where p is close to 1
+            columns.diagonal(dim1=0, dim2=2).copy_(own.transpose(1, 2))
             return columns
+        root = (log_p / 2).exp() * safe_sqrt(weight)[:, None]  # exp(log_p / 2) has a derivative also where p is 0
         eye = torch.eye(log_p.shape[1], dtype=log_p.dtype, device=log_p.device)
         return (eye[:, None, :, None] - log_p.exp()) * root.transpose(0, 1)[:, :, None]
 
@@ -201,8 +203,11 @@ class SoftmaxCrossEntropy(Loss):
         class_weight = call.options.weight
         smoothing = call.options.label_smoothing
         if class_weight is None and target.shape != logits.shape:  # whatever the smoothed target is, it sums to one
+            mean = call.options.reduction == "mean"
+            if target.device.type == "cpu" and target.numel() and not is_transformed() and ignores_none(call):
+                return log_p, log_p.new_full((n, positions), 1 / target.numel() if mean else 1.0)
             counts = (target.long() != call.options.ignore_index).reshape(n, positions)
-            if call.options.reduction != "mean":
+            if not mean:
                 return log_p, counts.to(log_p.dtype)
             return log_p, counts / counts.sum(dtype=log_p.dtype).clamp_(min=1)
         w = log_p.new_ones(classes) if class_weight is None else class_weight.to(log_p)
