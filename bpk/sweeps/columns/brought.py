@@ -61,8 +61,8 @@ class Places:
             return True
         self.room -= call.output.numel()
         self.steps.append(step)
-        if isinstance(rule, LinearInside) and not self.look_inside(step, rule):
-            return False
+        if isinstance(rule, LinearInside) and not (self.plan.is_whole and self.look_inside(step, rule)):
+            return False  # of several losses, uses of a parameter are put together: each must be that of the whole call
         return self.room >= 0 and not any(isinstance(p, Changed) for p in call.params.values())
 
     def look_at_end(self, stretch: Step, source: Source) -> bool:

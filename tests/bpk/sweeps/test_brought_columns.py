@@ -187,3 +187,24 @@ def test_rules_carry_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
     fields(bpk.extend(Tied().bfloat16()), torch.rand(N, T, D).bfloat16(), E.DiagGGNMC())
     assert not counted.count
+
+
+def test_of_several_losses_input_factors_count_once() -> None:
+    """One loss has a single column, which autograd may bring to products inside of a layer, and the other has many."""
+    torch.manual_seed(0)
+    model, x = bpk.extend(Block().double()), torch.randn(N, T, D, dtype=torch.float64)
+    classes, values = bpk.extend(nn.CrossEntropyLoss()), bpk.extend(nn.MSELoss())
+
+    def factors(with_values: bool) -> dict[str, list[Tensor]]:
+        logits = model(x)
+        objective = classes(logits[:, :2], torch.zeros(N, dtype=torch.long))
+        if with_values:
+            objective = 0.3 * values(logits[:, 2], x[:, 0, 0]) + objective
+        with bpk.backpack(E.KFLR()):
+            objective.backward()
+        return {name: p.kflr for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+
+    alone, both = factors(False), factors(True)
+    for name, found in both.items():
+        for left, right in zip(alone[name][1:], found[1:], strict=True):
+            torch.testing.assert_close(left, right, msg=f"A of {name}")
