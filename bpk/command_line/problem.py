@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bpk.command_line.errors import UserError, close_to, described
 from bpk.command_line.locate import find
@@ -26,7 +26,7 @@ class Given:
     """A model, and perhaps a loss and data."""
 
     model: nn.Module
-    loss: nn.Module | None = None
+    loss: nn.Module | Callable[..., Tensor] | None = None
     inputs: Any = None
     targets: Any = None
 
@@ -67,7 +67,8 @@ def given(options: argparse.Namespace) -> Given:
     for key in parts:
         if key not in KEYS:
             raise UserError(f"{name} returned a dict with the key '{key}': {CONVENTION}")
-        if key in ("model", "loss") and not isinstance(parts[key], nn.Module):
+        picks = key == "loss" and callable(parts[key]) and not isinstance(parts[key], type)
+        if key in ("model", "loss") and not (picks or isinstance(parts[key], nn.Module)):
             raise UserError(f"{name} returned {described_value(parts[key])} as {key}, which is no module (nn.Module)")
     if "model" not in parts:
         raise UserError(f"{name} returned no model: {CONVENTION}")

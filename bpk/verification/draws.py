@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.nested import tensors_in
@@ -33,7 +33,8 @@ ERRORS = 8.0
 class Part:
     """The call of one loss as one of its predictions, side by side, and the factor with which it enters the objective.
 
-    `order` says which inputs of the loss its predictions are, in the order of its arguments.
+    The factor may be one of each position `[N, *d]` of a cross-entropy. `order` says which inputs of the loss its
+    predictions are, in the order of its arguments.
     """
 
     joint: Joint
@@ -43,10 +44,16 @@ class Part:
     @classmethod
     def of(cls, seen: Calls, factor: Tensor | None, of_loss: bool) -> Part | None:
         """From what the loss was called with; `None` where nothing can be drawn."""
-        rule, live = REGISTRY.find(seen.module) or GENERIC_LOSS, live_in(seen)
-        if factor is None or factor.dim() or factor < 0 or not isinstance(rule, Loss):
+        layer = None if factor is None else seen.as_layer(factor)
+        if layer is None:
             return None
-        binding = rule.bind(seen.module, *seen.arguments)
+        seen, factor = layer
+        loss, live = seen.function, live_in(seen)
+        assert isinstance(loss, nn.Module)
+        rule = REGISTRY.find(loss) or GENERIC_LOSS
+        if seen.result.dim() or bool((factor < 0).any()) or not isinstance(rule, Loss):
+            return None
+        binding = rule.bind(loss, *seen.arguments)
         places = {id(x): k for k, x in enumerate(binding.inputs)}
         order = [places.get(id(x), -1) for x in live]
         strange = -1 in order or len({*order}) < len(order) or any(binding.axis(k) != 0 for k in order)
@@ -66,7 +73,9 @@ class Part:
         """`[M, P]` of the predictions of this loss; or random signs in their place."""
         with torch.no_grad():
             if of_loss:
-                columns = self.joint.rule.sqrt_hessian_sampled(self.joint.call, count) * self.factor.sqrt()
+                root = self.factor.sqrt()
+                columns = self.joint.rule.sqrt_hessian_sampled(self.joint.call, count)
+                columns = columns * (root.unsqueeze(1) if root.dim() else root)
             else:
                 columns = random_signs(self.joint.call.inputs[0], count)
         parts = self.joint.split(columns)
@@ -105,7 +114,9 @@ class Draws:
         """From one evaluation; `None` where what is drawn cannot be known."""
         objective = Objective(problem, watch=True)
         live = [call for call in objective.calls if live_in(call) and isinstance(call.result, Tensor)]
-        if not is_loss(problem.loss) and objective.inside() is None:
+        if objective.is_picked:
+            live = [] if objective.at_calls() is None else [objective.calls[k] for k in objective.factors]
+        elif not is_loss(problem.loss) and objective.inside() is None:
             live = objective.as_one()
         value = objective.value
         if not live or any(g is None for call in live for g in gradients_of(value, live_in(call))):

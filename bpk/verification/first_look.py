@@ -45,7 +45,7 @@ def first_look(problem: Problem) -> tuple[Extent, dict[str, Tensor], torch.dtype
     except Exception as error:  # whatever the user's loss raises
         given = in_words(problem.targets[0] if len(problem.targets) == 1 else problem.targets)
         raise value_error(
-            f"{type(problem.loss).__name__} fails for what {type(problem.model).__name__} returns "
+            f"{problem.name_of_loss} fails for what {type(problem.model).__name__} returns "
             f"and {'these targets' if problem.targets else 'no targets'}: {error}",
             f"that is {in_words(output)}; the targets are {given if problem.targets else 'none'}. "
             "The loss is called as loss(output, *targets), "
@@ -65,7 +65,7 @@ def require_scalar(problem: Problem, loss: object) -> None:
     if not isinstance(loss, Tensor) or loss.dim() > 0:
         what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise value_error(
-            f"verify(...) needs a scalar loss; {type(problem.loss).__name__} returned {what}.",
+            f"verify(...) needs a scalar loss; {problem.name_of_loss} returned {what}.",
             "second-order quantities are those of one scalar objective.",
             "use reduction='mean' or reduction='sum'.",
         )

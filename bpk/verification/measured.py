@@ -18,6 +18,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.kernels.predictive import only
 from bpk.plan.parts import from_parts, in_parts
 from bpk.verification.gradient import Gradients
+from bpk.verification.picked import Picked
 from bpk.verification.place import Extent, Place
 from bpk.verification.problem import Problem
 from bpk.verification.quantities import Check, Mismatch, Read
@@ -64,7 +65,7 @@ class Measured:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.model: nn.Module = extend(problem.model, use_converter=use_converter)
-            self.loss = extend(problem.loss)
+            self.loss = problem.loss if isinstance(problem.loss, Picked) else extend(problem.loss)
         self.limit = memory * 2**30 / 8  # in numbers of eight bytes
 
     def run(

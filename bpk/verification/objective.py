@@ -2,7 +2,9 @@
 
 For gradients and Hessians that is the output of the model. The GGN depends on where the split is: it is `J^T H J` with
 the Jacobian `J` of what a loss module takes. Where `loss` is a module of one's own that calls losses of `torch.nn`, and
-the objective is a sum of these with constant factors, the split is at their predictions.
+the objective is a sum of these with constant factors, the split is at their predictions. Where a function stands in the
+place of the module, which picks the loss that the model has computed, losses are looked for in the model, too; their
+predictions are then where gradients and Hessians are split by sample.
 """
 
 from __future__ import annotations
@@ -22,16 +24,11 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.second_order.graph import between
 from bpk.plan.parts import in_parts
 from bpk.rules import REGISTRY
+from bpk.verification.picked import Calls, Picked, Watched
 from bpk.verification.problem import Arguments, Problem, with_tensors
 
-
-@dataclass
-class Calls:
-    """What a loss module inside of the user's loss was called with, call by call, and what it returned."""
-
-    module: nn.Module
-    arguments: tuple[Any, Any]
-    result: Any
+UNKNOWN_LOSS = "the loss is no weighted sum of known ones that functions compute (F.cross_entropy, F.mse_loss, ...)"
+"""Why there is no GGN of it."""
 
 
 @dataclass
@@ -51,13 +48,25 @@ class Objective:
 
     def __init__(self, problem: Problem, watch: bool = False) -> None:
         self.problem = problem
-        self.output = problem.predict()
-        found = tensors_in(self.output)
-        self.live = [k for k, x in enumerate(found) if x.requires_grad and x.is_floating_point()]
-        self.outputs = [found[k] for k in self.live]
+        self.is_picked, self.is_known = isinstance(problem.loss, Picked), True
         known = is_loss(problem.loss)
         self.inner = [m for m in problem.loss.modules() if is_loss(m)] if watch or not known else []
-        self.value, self.calls = self.watched(self.output)
+        self.output, self.value, self.calls = self.evaluate() if self.is_picked else self.of(problem.predict())
+        found = tensors_in(self.output)
+        self.factors: dict[int, Tensor] = {}
+        self.live = [k for k, x in enumerate(found) if x.requires_grad and x.is_floating_point()]
+        self.outputs = [found[k] for k in self.live]
+
+    def evaluate(self, inputs: Arguments | None = None) -> tuple[Any, Tensor, list[Calls]]:
+        """What the model returns, the loss, and the calls of loss functions inside of both."""
+        calls: list[Calls] = []
+        with Watched(lambda *seen: calls.append(Calls(*seen))):
+            output = self.problem.predict(inputs)
+            return output, self.problem.objective(output), calls
+
+    def of(self, output: Any) -> tuple[Any, Tensor, list[Calls]]:
+        """An output, its loss, and the calls of loss modules inside of that."""
+        return output, *self.watched(output)
 
     def watched(self, output: Any) -> tuple[Tensor, list[Calls]]:
         """The loss, and the calls of loss modules inside of it."""
@@ -80,15 +89,15 @@ class Objective:
         return self.calls
 
     def points(
-        self, seen: Any, kept: Sequence[int], value: Callable[[Any], Tensor], again: Callable[[Any], Any]
+        self, seen: Any, kept: Sequence[int], value: Callable[[Any], Tensor], again: Callable[[Arguments], Any]
     ) -> Points:
-        """Some of the tensors of a structure, of which the objective is a `value`; `again` makes it from an output."""
+        """Some of the tensors of a structure, of which the objective is a `value`; `again` makes it of other inputs."""
 
         def objective(tensors: Sequence[Tensor]) -> Tensor:
             return value(replaced(seen, dict(zip(kept, tensors, strict=True))))
 
         def at(inputs: Arguments) -> list[Tensor]:
-            other = tensors_in(again(self.problem.predict(inputs)))
+            other = tensors_in(again(inputs))
             return [other[k] for k in kept]
 
         found = tensors_in(seen)
@@ -107,31 +116,60 @@ class Objective:
                 "the loss is a function of the tensors of real numbers that the model returns.",
                 "return them from forward(), as a tensor, a tuple, a list, a dict or a dataclass.",
             )
-        points = self.points(self.output, kept, self.problem.objective, lambda output: output)
+        if self.is_picked:
+            inside = self.at_calls()
+            self.is_known = inside is not None
+            if inside is not None:
+                return inside
+        points = self.points(self.output, kept, self.problem.objective, self.problem.predict)
         return replace(points, loss=self.problem.loss if is_loss(self.problem.loss) and len(kept) == 1 else None)
 
     def inside(self) -> Points | None:
         """The predictions of the losses that the user's loss adds up; `None` where it does something else."""
         values = [call.result for call in self.calls]
-        if not values or not all(isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad for x in values):
+        if self.is_picked or not all(isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad for x in values):
             return None
-        factors = gradients_of(self.value, values, create_graph=True)
-        if any(c is not None and c.requires_grad for c in factors):
+        return self.at_calls()
+
+    def at_calls(self) -> Points | None:
+        """The predictions of those calls of losses whose results enter the objective with constant factors.
+
+        `None` where they are not all of it.
+        """
+        found = gradients_of(self.value, [call.result for call in self.calls], create_graph=True)
+        given = [x for x in tensors_in([call.arguments for call in self.calls]) if x.requires_grad]
+        factors = {k: c.detach() for k, c in enumerate(found) if c is not None and is_constant(c, given)}
+        self.factors = factors
+        if not factors:
             return None
-        weights = [0.0 if c is None else c.detach() for c in factors]
-        total = torch.stack([c * x for c, x in zip(weights, values, strict=True)]).sum()
-        pairs = zip(gradients_of(self.value, self.outputs), gradients_of(total, self.outputs), strict=True)
+        calls = [self.calls[k] for k in factors]
+        total = torch.stack([(c * self.calls[k].result).sum() for k, c in factors.items()]).sum()
+        ends = [p for p in self.problem.model.parameters() if p.requires_grad] if self.is_picked else self.outputs
+        pairs = zip(gradients_of(self.value, ends), gradients_of(total, ends), strict=True)
         if not all(same(left, right) for left, right in pairs):
             return None
 
         def value(seen: Sequence[Any]) -> Tensor:
-            called = zip(self.calls, weights, seen, strict=True)
-            return torch.stack([weight * call.module(*args, **kwargs) for call, weight, (args, kwargs) in called]).sum()
+            called = zip(calls, factors.values(), seen, strict=True)
+            return torch.stack([(c * call.function(*args, **kwargs)).sum() for call, c, (args, kwargs) in called]).sum()
 
-        seen = [call.arguments for call in self.calls]
+        def again(inputs: Arguments) -> list[Any]:
+            other = self.evaluate(inputs)[2] if self.is_picked else self.watched(self.problem.predict(inputs))[1]
+            return [other[k].arguments for k in factors]
+
+        seen = [call.arguments for call in calls]
         kept = [k for k, x in enumerate(tensors_in(seen)) if x.requires_grad]
-        points = self.points(seen, kept, value, lambda output: [call.arguments for call in self.watched(output)[1]])
-        return replace(points, loss=self.calls[0].module if len(self.calls) == len(kept) == 1 else None)
+        points, loss = self.points(seen, kept, value, again), calls[0].function
+        is_only = len(calls) == len(kept) == 1
+        return replace(points, loss=loss if is_only and isinstance(loss, nn.Module) else None)
+
+
+def is_constant(factor: Tensor, wrt: Sequence[Tensor]) -> bool:
+    """Whether a factor does not depend on what losses take; it may have a graph all the same, of derivatives zero."""
+    if not factor.requires_grad:
+        return True
+    weights = torch.linspace(1, 2, factor.numel()).to(factor).reshape(factor.shape)
+    return not any(g is not None and g.any() for g in gradients_of(factor, wrt, weights))
 
 
 def is_loss(module: nn.Module) -> bool:

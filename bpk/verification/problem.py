@@ -20,6 +20,7 @@ from bpk.jacobians.core.nested import mapped, tensors_in
 from bpk.jacobians.second_order.fused import group_norm
 from bpk.jacobians.second_order.stand_ins import TWICE, StandIns
 from bpk.verification.duplicates import duplicate, in_precision
+from bpk.verification.picked import Picked
 
 
 class NoReference(Exception):
@@ -108,7 +109,7 @@ class Problem:
     def of(
         cls,
         model: nn.Module,
-        loss: nn.Module | None,
+        loss: nn.Module | Callable[..., Tensor] | None,
         inputs: Any,
         targets: Any,
         dtype: torch.dtype | None,
@@ -116,14 +117,17 @@ class Problem:
         seed: int,
     ) -> Problem:
         """From what the user has."""
+        if callable(loss) and not isinstance(loss, (nn.Module, type)):
+            loss = Picked(loss)
         for what, module in (("model", model), ("loss", loss)):
             if not isinstance(module, nn.Module):
                 raise value_error(
                     f"The {what} is {kind_of(module)}, which is no module (nn.Module).",
                     "model and loss are extended, which takes modules.",
-                    "use for example nn.CrossEntropyLoss() instead of a function or of the class.",
+                    "use for example nn.CrossEntropyLoss() instead of the class; where the model computes its loss, "
+                    "a function that picks it: lambda output: output.loss.",
                 )
-        assert loss is not None
+        assert isinstance(loss, nn.Module)
         given = () if targets is None else tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
         return cls(
             duplicate(model, dtype),
@@ -132,6 +136,11 @@ class Problem:
             with_tensors(given, lambda x: cast(x, dtype)),
             seed,
         )
+
+    @property
+    def name_of_loss(self) -> str:
+        """How messages call it."""
+        return "the function that picks the loss" if isinstance(self.loss, Picked) else type(self.loss).__name__
 
     def fresh(self) -> Problem:
         """The same problem with copies of model and loss of its own."""
@@ -169,7 +178,10 @@ class Problem:
 
 def takes_several(loss: nn.Module, outputs: int, targets: int) -> bool:
     """Whether `loss(*outputs, *targets)` is meant and not `loss(outputs, *targets)`, by the signature of `forward`."""
-    known = inspect.signature(loss.forward)
+    try:
+        known = inspect.signature(loss.function if isinstance(loss, Picked) else loss.forward)
+    except ValueError:  # nobody knows what it takes
+        return False
     required = sum(p.default is p.empty and p.kind is not p.VAR_POSITIONAL for p in known.parameters.values())
     several, one = binds(known, outputs + targets), binds(known, 1 + targets)
     return several and (not one or required != 1 + targets)
@@ -235,4 +247,4 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def kind_of(thing: object) -> str:
     """What something is, in words."""
-    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"of type {type(thing).__name__}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bpk.plan.parts import in_parts
 from bpk.verification.layers import Layers, bias_of
-from bpk.verification.objective import Objective, coarsest, gradients_of
+from bpk.verification.objective import UNKNOWN_LOSS, Objective, coarsest, gradients_of
 from bpk.verification.place import Place
 from bpk.verification.problem import NoReference, Problem, derivatives, differentiable_twice
 from bpk.verification.split import Split, grads
@@ -68,7 +68,7 @@ class Reference:
             self.rounding = torch.finfo(coarsest(objective.value)).eps
             self.whole = Split(problem, objective.whole())
             self.n = self.whole.n
-            self.inside = objective.inside()
+            self.inside, self.is_known = objective.inside(), objective.is_known
         for weight, sides in self.layers.sides.items():
             for k, side in enumerate(sides if weight in places else ()):
                 self.params[bias_of(weight, k)] = side.bias
@@ -81,9 +81,9 @@ class Reference:
     @cached_property
     def split(self) -> Split:
         """Where the GGN splits the objective."""
-        if self.inside is None:
-            return self.whole
-        split = Split(self.problem, self.inside)
+        if not self.is_known:
+            raise NoReference(UNKNOWN_LOSS)
+        split = self.whole if self.inside is None else Split(self.problem, self.inside)
         if split.mixing and not self.whole.mixing:
             raise NoReference(f"{split.mixing}, inside of the loss")
         return split

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -39,7 +39,7 @@ def effort_of(entries: int, samples: int, passes: int, memory: float, rtol: floa
 
 def verify(
     model: nn.Module,
-    loss: nn.Module | None,
+    loss: nn.Module | Callable[..., Tensor] | None,
     inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
     targets: Any = None,
     *extensions: BackpropExtension | Derivative | OfModel,
@@ -81,8 +81,9 @@ def verify(
     Args:
         model: The model, extended or not, in the mode (training, evaluation) that is meant.
         loss: The loss, a module that returns a scalar. It is called as `loss(output, *targets)`, or as
-            `loss(*output, *targets)` where the model returns a tuple whose parts it takes. `None` for derivatives in
-            the input alone.
+            `loss(*output, *targets)` where the model returns a tuple whose parts it takes. Where the model computes
+            its loss, a function that picks it: `lambda output: output.loss`; of weighted sums of losses in
+            `torch.nn.functional`, samples are told apart. `None` for derivatives in the input alone.
         inputs: A tensor, a tuple of the arguments of `forward`, or a mapping of named ones; they may be nested.
         targets: What the loss takes beside the prediction: a tensor, a tuple of several, or `None`.
         *extensions: Which quantities (by default: all extensions; without a loss, all derivatives in the input).

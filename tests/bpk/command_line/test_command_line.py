@@ -56,8 +56,8 @@ def odd_key():
     return {"model": Net(), "input": 3}
 
 
-def functional():
-    return Net(), nn.functional.mse_loss, torch.randn(3, 4), torch.randn(3, 3)
+def a_class():
+    return Net(), nn.MSELoss, torch.randn(3, 4), torch.randn(3, 3)
 """
 
 RULES = """
@@ -147,7 +147,7 @@ def test_what_is_wrong_or_not_verified(
         ("models_of_mine:needs", "is called without arguments, but missing a required argument: 'size'"),
         ("models_of_mine:number", "models_of_mine:number returned int: a factory returns (model, loss,"),
         ("models_of_mine:odd_key", "returned a dict with the key 'input'"),
-        ("models_of_mine:functional", "returned function as loss, which is no module"),
+        ("models_of_mine:a_class", "returned type as loss, which is no module"),
     ],
 )
 def test_mistakes(factory: str, message: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:

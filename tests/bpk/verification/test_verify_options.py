@@ -109,7 +109,10 @@ def two_results(m: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: (d[0], nn.functional.cross_entropy, *d[2:]), "The loss is a function, which is no module"),
+        (lambda d: (d[0], nn.CrossEntropyLoss, *d[2:]), "The loss is the class CrossEntropyLoss, which is no module"),
+        (lambda d: (d[0], 3, *d[2:]), "The loss is of type int, which is no module"),
+        (lambda d: (d[0], lambda output, y: output, *d[2:]), "the function that picks the loss returned shape"),
+        (lambda d: (d[0], lambda output: output.sum(), *d[2:]), "the function that picks the loss fails for what"),
         (lambda d: (nn.Linear, *d[1:]), "The model is the class Linear, which is no module"),
         (lambda d: (d[0], nn.CrossEntropyLoss(reduction="none"), *d[2:]), "needs a scalar loss"),
         (
