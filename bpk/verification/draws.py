@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.call import Call
-from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
 from bpk.rules import REGISTRY
@@ -33,8 +32,8 @@ ERRORS = 8.0
 class Part:
     """The call of one loss as one of its predictions, side by side, and the factor with which it enters the objective.
 
-    The factor may be one of each position `[N, *d]` of a cross-entropy. `order` says which inputs of the loss its
-    predictions are, in the order of its arguments.
+    The factor may be one of each term: `[N, *d]` of a cross-entropy, else of each entry. `order` says which inputs of
+    the loss its predictions are, in the order of its arguments.
     """
 
     joint: Joint
@@ -48,7 +47,7 @@ class Part:
         if layer is None:
             return None
         seen, factor = layer
-        loss, live = seen.function, live_in(seen)
+        loss, live = seen.function, seen.live
         assert isinstance(loss, nn.Module)
         rule = REGISTRY.find(loss) or GENERIC_LOSS
         if seen.result.dim() or bool((factor < 0).any()) or not isinstance(rule, Loss):
@@ -75,7 +74,7 @@ class Part:
             if of_loss:
                 root = self.factor.sqrt()
                 columns = self.joint.rule.sqrt_hessian_sampled(self.joint.call, count)
-                columns = columns * (root.unsqueeze(1) if root.dim() else root)
+                columns = columns * (root.unsqueeze(1) if 0 < root.dim() < columns.dim() - 1 else root)
             else:
                 columns = random_signs(self.joint.call.inputs[0], count)
         parts = self.joint.split(columns)
@@ -113,13 +112,13 @@ class Draws:
     def of(cls, problem: Problem, of_loss: bool) -> Draws | None:
         """From one evaluation; `None` where what is drawn cannot be known."""
         objective = Objective(problem, watch=True)
-        live = [call for call in objective.calls if live_in(call) and isinstance(call.result, Tensor)]
+        live = [call for call in objective.calls if call.live and isinstance(call.result, Tensor)]
         if objective.is_picked:
             live = [] if objective.at_calls() is None else [objective.calls[k] for k in objective.factors]
         elif not is_loss(problem.loss) and objective.inside() is None:
             live = objective.as_one()
         value = objective.value
-        if not live or any(g is None for call in live for g in gradients_of(value, live_in(call))):
+        if not live or any(g is None for call in live for g in gradients_of(value, call.live)):
             return None
         factors = gradients_of(value, [call.result for call in live])
         parts = [Part.of(call, factor, of_loss) for call, factor in zip(live, factors, strict=True)]
@@ -195,11 +194,6 @@ def is_certain(split: Split, unit: Tensor, scale: float, share: float) -> bool:
     return scale < min(share, 0.1) * size < float("inf")
 
 
-def live_in(call: Calls) -> list[Tensor]:
-    """The tensors a loss was called with that depend on the model."""
-    return [x for x in tensors_in(call.arguments) if x.requires_grad]
-
-
 def visited(value: Tensor, calls: Sequence[Calls]) -> list[int]:
     """The order in which a backward pass comes to the losses."""
     order: list[int] = []
@@ -208,7 +202,7 @@ def visited(value: Tensor, calls: Sequence[Calls]) -> list[int]:
         order.append(number)
 
     handles = [call.result.register_hook(lambda grad, k=k: note(k)) for k, call in enumerate(calls)]
-    gradients_of(value, [x for call in calls for x in live_in(call)])
+    gradients_of(value, [x for call in calls for x in call.live])
     for handle in handles:
         handle.remove()
     return order

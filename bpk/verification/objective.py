@@ -137,8 +137,9 @@ class Objective:
         `None` where they are not all of it.
         """
         found = gradients_of(self.value, [call.result for call in self.calls], create_graph=True)
-        given = [x for x in tensors_in([call.arguments for call in self.calls]) if x.requires_grad]
-        factors = {k: c.detach() for k, c in enumerate(found) if c is not None and is_constant(c, given)}
+        given = [x for call in self.calls for x in call.live]
+        known = {k: c for k, c in enumerate(found) if c is not None and not self.calls[k].is_penalty}
+        factors = {k: c.detach() for k, c in known.items() if is_constant(c, given)}
         self.factors = factors
         if not factors:
             return None
@@ -169,7 +170,10 @@ def is_constant(factor: Tensor, wrt: Sequence[Tensor]) -> bool:
     if not factor.requires_grad:
         return True
     weights = torch.linspace(1, 2, factor.numel()).to(factor).reshape(factor.shape)
-    return not any(g is not None and g.any() for g in gradients_of(factor, wrt, weights))
+    try:
+        return not any(g is not None and g.any() for g in gradients_of(factor, wrt, weights))
+    except RuntimeError:  # no function that is linear lacks this derivative
+        return False
 
 
 def is_loss(module: nn.Module) -> bool:

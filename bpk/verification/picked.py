@@ -15,12 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from bpk.jacobians.core.nested import tensors_in
+from bpk.recording.graph.nodes import is_of_leaves
+
 LOG_SOFTMAX = (F.log_softmax, torch.log_softmax, Tensor.log_softmax)
 """Of which losses take some entries (`F.nll_loss`, `gather`): all that is curved of a cross-entropy."""
+
+SQUARES = (torch.square, torch.pow, Tensor.square, Tensor.pow, Tensor.__pow__)
+"""Of which sums are losses, such as that of `(prediction - target) ** 2`, and penalties, if of parameters alone."""
 
 LOSSES = frozenset(
     (
         *LOG_SOFTMAX,
+        *SQUARES,
         *(F.cross_entropy, F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.ctc_loss, F.mse_loss),
         *(F.l1_loss, F.huber_loss, F.smooth_l1_loss, F.soft_margin_loss, F.gaussian_nll_loss, F.poisson_nll_loss),
         *(F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.hinge_embedding_loss),
@@ -49,8 +56,18 @@ class Calls:
     arguments: tuple[Any, Any]
     result: Any
 
+    @property
+    def live(self) -> list[Tensor]:
+        """The tensors among the arguments that depend on the model."""
+        return [x for x in tensors_in(self.arguments) if x.requires_grad]
+
+    @property
+    def is_penalty(self) -> bool:
+        """Whether these are made of parameters alone."""
+        return all(x.is_leaf or is_of_leaves(x.grad_fn) for x in self.live)
+
     def as_layer(self, factor: Tensor) -> tuple[Calls, Tensor] | None:
-        """The same as the call of a loss module that returns a number, with the factors `[N, *d]` of its positions.
+        """The same as the call of a loss module that returns a number, with the factors of its terms.
 
         `None` where there is no such layer.
         """
@@ -59,16 +76,23 @@ class Calls:
             return self, factor
         if self.function in LOG_SOFTMAX:
             return of_logits(factor, *args, **named)
-        if self.function not in LAYERS or (factor.dim() and self.function is not F.cross_entropy):
+        if self.function in SQUARES:
+            given = [*args, *named.values()]
+            base: Tensor = given[0]
+            is_square = all(power == 2 for power in given[1:]) and factor.shape == base.shape
+            return (called(nn.MSELoss(reduction="sum"), base, torch.zeros_like(base)), factor) if is_square else None
+        if self.function not in LAYERS:
             return None
         bound = inspect.signature(self.function).bind(*args, **named).arguments
-        given = {name: value for name, value in bound.items() if value is not None}
-        inputs = given.pop("input"), given.pop("target")
+        options = {name: value for name, value in bound.items() if value is not None}
+        inputs = options.pop("input"), options.pop("target")
         if factor.dim():
-            given["reduction"] = "sum"
+            options["reduction"] = "sum"
+            if self.function is not F.cross_entropy and factor.shape != inputs[0].shape:
+                return None
         layer = LAYERS[self.function]
-        known = given.keys() <= inspect.signature(layer).parameters.keys()
-        return (called(layer(**given), *inputs), factor) if known else None
+        known = options.keys() <= inspect.signature(layer).parameters.keys()
+        return (called(layer(**options), *inputs), factor) if known else None
 
 
 def of_logits(
@@ -115,6 +139,6 @@ class Watched(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in LOSSES and result.requires_grad:
+        if func in LOSSES and result.requires_grad and result.dim() >= (func in SQUARES):
             self.see(func, (tuple(args), dict(kwargs or {})), result)
         return result

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.again import call_again
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Options
+from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.nested import Slot, fill, mapped
 from bpk.jacobians.core.side_by_side import taken_apart
 
@@ -92,3 +93,13 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def trains(module: nn.Module) -> bool:
     """Whether a module has parameters that are trained. Those of a teacher, or of a network that compares, are not."""
     return any(p.requires_grad for p in module.parameters())
+
+
+def unknown_divisor() -> UnsupportedLayer:
+    """The refusal to say by what a loss divides that was given weights for its terms."""
+    return UnsupportedLayer(
+        "It is not known by what a loss with weights for its terms divides their sum.",
+        "batches must be weighted as one large batch would, and the weights do not tell how.",
+        "say so by divisor=: in accumulate, a function of the batch (lambda batch: batch['mask'].sum()), in "
+        'all_reduce, the number of this rank, and "sum" where terms are added up.',
+    )

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from bpk.jacobians.core.call import Call, Options, once
 from bpk.jacobians.core.engine import is_transformed
-from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
 from bpk.jacobians.losses.loss import Loss
+from bpk.jacobians.losses.loss_call import unknown_divisor
 
 FEW_CLASSES = 16
 """Up to so many classes, a softmax of many rows takes less time with classes in front."""
@@ -232,12 +232,7 @@ class WeightedTerms(SoftmaxCrossEntropy):
     def divides_by(self, call: Call) -> Tensor | int | None:
         if len(call.inputs) > 2:
             return call.inputs[2]
-        raise UnsupportedLayer(
-            "It is not known by what a loss with weights for its terms divides their sum.",
-            "batches must be weighted as one large batch would, and the weights do not tell how.",
-            "say so by divisor=: in accumulate, a function of the batch (lambda batch: batch['mask'].sum()), in "
-            'all_reduce, the number of this rank, and "sum" where terms are added up.',
-        )
+        raise unknown_divisor()
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         return super().forward(options, inputs[:2], params)

@@ -7,7 +7,7 @@ Behind the log-softmax of logits, such a loss is a cross-entropy. Its classes ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -74,12 +74,17 @@ class Logarithms(NamedTuple):
 
     def pulled(self, edge: Edge, start: Tensor) -> Tensor:
         """The gradient at them of what is at an edge, whose own is the `start`."""
-        node, number = edge
-        assert node is not None
-        with CTX.quietly():
-            (found,) = pull_back([GradientEdge(node, number)], [GradientEdge(self.node, 0)], [start])
-        assert found is not None
-        return found
+        return pulled(edge, self.node, start)
+
+
+def pulled(edge: Edge, end: Node, start: Tensor) -> Tensor:
+    """The gradient at what a node has returned of what is at an edge, whose own is the `start`."""
+    node, number = edge
+    assert node is not None
+    with CTX.quietly():
+        (found,) = pull_back([GradientEdge(node, number)], [GradientEdge(end, 0)], [start])
+    assert found is not None
+    return found
 
 
 def logarithms_behind(edge: Edge) -> Logarithms | None:
@@ -87,7 +92,7 @@ def logarithms_behind(edge: Edge) -> Logarithms | None:
 
     `None`, too, where samples may share probabilities, or a checkpoint would compute it once more.
     """
-    node = None if edge[0] is None else log_softmax_behind(edge[0])
+    node = None if edge[0] is None else only_end_behind(edge[0], is_log_softmax)
     if node is None or is_checkpointed(node, "result"):
         return None
     values, edge = engine.saved(node, "result"), node.next_functions[0]
@@ -105,12 +110,12 @@ def read_by(node: Node) -> list[Node]:
     return [above for above, _ in map(beyond, node.next_functions) if above is not None]
 
 
-def log_softmax_behind(node: Node) -> Node | None:
-    """The only log-softmax in which a result is linear, if it is made of nothing else."""
+def only_end_behind(node: Node, is_end: Callable[[Node], bool]) -> Node | None:
+    """The only one of some functions in whose result another one is linear, if it is made of nothing else."""
     ends, waiting, seen = set[Node](), [node], {node}
     while waiting:
         here = waiting.pop()
-        if is_log_softmax(here):
+        if is_end(here):
             ends.add(here)
             continue
         above = read_by(here)

@@ -267,7 +267,11 @@ def test_nothing_is_kept() -> None:
 
 REFUSED: dict[str, Callable[[Inside, Tensor, Tensor], Tensor]] = {
     "root": lambda out, loss, w: loss.sqrt(),
-    "activations": lambda out, loss, w: loss + out.square().mean(),
+    "squared losses": lambda out, loss, w: F.mse_loss(out, out.detach() + 1, reduction="none").square().mean(),
+    "squared classes": lambda out, loss, w: F.cross_entropy(out, CLASSES, reduction="none").square().mean(),
+    "cubes": lambda out, loss, w: (out - 1).pow(3).mean(),
+    "powers": lambda out, loss, w: (out.square() + 1).pow(0.5).mean(),
+    "squares of all entries": lambda out, loss, w: loss + (w**2).mean() + out.square().mean(),
     "parameters": lambda out, loss, w: loss + w.square().sum(),
     "means": lambda out, loss, w: loss + out.mean(0).sum(),
     "squares": lambda out, loss, w: torch.stack([loss, 2 * loss]).square().sum(),
