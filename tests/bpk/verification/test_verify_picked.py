@@ -95,6 +95,11 @@ def test_other_losses_are_not_checked(loss: Loss) -> None:
     assert not found and {row.verdict for row in found.rows} <= {Verdict.UNCHECKED, Verdict.REFUSED}
 
 
+def test_a_function_of_a_loss_is_refused() -> None:
+    found = verified(lambda logits, words: F.mse_loss(logits[:, 0], words.to(logits)).sqrt(), E.DiagHessian())
+    assert {row.verdict for row in found.rows} == {Verdict.REFUSED} and "nonlinear function" in found.rows[0].note
+
+
 def test_a_penalty_of_parameters_is_not_taken_for_a_part_of_samples() -> None:
     class Penalised(Words):
         def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
