@@ -108,7 +108,7 @@ def test_a_penalty_of_parameters_is_not_taken_for_a_part_of_samples() -> None:
 
     torch.manual_seed(0)
     found = bpk.verify(Penalised(masked), lambda out: out[1], torch.randint(WORDS, (N, T)), None, E.BatchGrad())
-    assert {row.verdict for row in found.rows} == {Verdict.UNCHECKED}
+    assert {row.verdict for row in found.rows} == {Verdict.REFUSED}
 
 
 def test_a_function_that_computes_the_loss() -> None:
