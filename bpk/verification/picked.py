@@ -21,6 +21,7 @@ from bpk.recording.graph.nodes import is_of_leaves
 LOG_SOFTMAX = (F.log_softmax, torch.log_softmax, Tensor.log_softmax)
 """Of which losses take some entries (`F.nll_loss`, `gather`): all that is curved of a cross-entropy."""
 
+PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__)
 SQUARES = (torch.square, torch.pow, Tensor.square, Tensor.pow, Tensor.__pow__)
 """Of which sums are losses, such as that of `(prediction - target) ** 2`, and penalties, if of parameters alone."""
 
@@ -139,6 +140,8 @@ class Watched(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in PRODUCTS and len(args) == 2 and args[0] is args[1]:
+            func, args = torch.square, args[:1]
         if func in LOSSES and result.requires_grad and result.dim() >= (func in SQUARES):
             self.see(func, (tuple(args), dict(kwargs or {})), result)
         return result

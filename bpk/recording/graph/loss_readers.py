@@ -37,8 +37,8 @@ from bpk.recording.graph.unseen import standing_for
 from bpk.recording.record import Record
 from bpk.rules import REGISTRY
 
-SQUARED = "Pow"
-"""What autograd calls a power."""
+SQUARED = POWER, PRODUCT = "Pow", "Mul"
+"""What autograd calls functions that may be squares."""
 
 REDUCTIONS = ("none", "mean", "sum")
 """How a node keeps the way in which terms are put together: as a number."""
@@ -76,8 +76,10 @@ def read_weighted(node: Node, squares: bool) -> Record | None:
     if known is not None:
         return None if known.is_cast else with_weights(node, known)
     terms = only_end_behind(node, lambda here: are_terms(here) or (squares and are_squares(here)))
-    if terms is None or is_kept_by_checkpoint(terms) or any(above is not None for above, _ in terms.next_functions[1:]):
-        return None  # nor one of several predictions together
+    if terms is None or is_kept_by_checkpoint(terms):
+        return None
+    if any(edge[0] is not None and edge != terms.next_functions[0] for edge in terms.next_functions[1:]):
+        return None  # of several predictions together
     return read_weighted_entries(node, terms)
 
 
@@ -92,11 +94,19 @@ def are_squares(node: Node) -> bool:
     Squared parameters, and what is made of these alone, are a penalty. Of squared losses it is not said where a
     prediction ends.
     """
-    if name_of(type(node)) != SQUARED or owner_of(node) is not None or is_checkpointed(node, "self"):
+    name, (first, *others) = name_of(type(node)), node.next_functions or ((None, 0),)
+    if name not in SQUARED or owner_of(node) is not None or is_checkpointed(node, "self"):
         return False
-    x, power = kept_by(node, "self", "exponent")
-    above = node.next_functions[0][0]
-    if isinstance(power, Tensor) or power != 2 or not x.dim() or x.is_complex() or above is None or is_of_leaves(above):
+    if name == PRODUCT:
+        known = others == [first]
+    else:
+        (power,) = kept_by(node, "exponent")
+        known = not isinstance(power, Tensor) and power == 2
+    above = first[0]
+    if not known or above is None or is_of_leaves(above):
+        return False
+    (x,) = kept_by(node, "self")
+    if not x.dim() or x.is_complex():
         return False
     functions = between(above, lambda here: owner_of(here) is not None)
     return not any(name_of(type(here)) in (*CLASSES, "LogSoftmax", *OF_ENTRIES) for here in functions)
@@ -166,7 +176,7 @@ def read_weighted_entries(node: Node, terms: Node) -> Record | None:
 
 def entries_of(node: Node) -> tuple[type[nn.Module], str, dict[str, Any], Tensor, Tensor]:
     """Of a loss of entries: the layer, what users write, its options, a prediction and a target of its shape."""
-    if name_of(type(node)) == SQUARED:
+    if name_of(type(node)) in SQUARED:
         (x,) = kept_by(node, "self")
         return nn.MSELoss, "a sum of squares", {"reduction": "none"}, x, torch.zeros_like(x)
     layer, function, names = OF_ENTRIES[name_of(type(node))]

@@ -50,6 +50,10 @@ def masked(terms: Callable[[Tensor, Tensor], Tensor]) -> Loss:
     return lambda z, y, mask: (terms(z, y) * mask).sum() / mask.sum()
 
 
+def twice(x: Tensor) -> Tensor:
+    return x * x
+
+
 def classes(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     return (F.cross_entropy(z, y.argmax(1), reduction="none") * mask[:, 0]).mean()
 
@@ -70,6 +74,7 @@ ENTRIES: dict[str, Loss] = {
     "picked": lambda z, y, mask: F.mse_loss(z, y, reduction="none")[mask > 0].mean(),
     "detached weights": lambda z, y, mask: (F.mse_loss(z, y, reduction="none") * z.detach().exp()).mean(),
     "written out": masked(lambda z, y: (z - y) ** 2),
+    "times itself": masked(lambda z, y: twice(z - y)),
     "squared": lambda z, y, mask: (z - y).square().mean(),
     "values of actions": lambda z, y, mask: (z.gather(1, y.argmax(1)[:, None]) - y[:, :1]).pow(2).mean(),
 }
