@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import GENERIC_LOSS, Loss
+from bpk.jacobians.second_order.graph import between
+from bpk.recording import engine
 from bpk.rules import REGISTRY
 from bpk.sweeps.starts.square_root import random_signs
 from bpk.verification.objective import Calls, Objective, gradients_of, is_loss
@@ -195,14 +198,23 @@ def is_certain(split: Split, unit: Tensor, scale: float, share: float) -> bool:
 
 
 def visited(value: Tensor, calls: Sequence[Calls]) -> list[int]:
-    """The order in which a backward pass comes to the losses."""
-    order: list[int] = []
+    """The order in which a backward pass comes to the losses: of terms, to the number that adds them up."""
+    ends: dict[Node, int] = {call.result.grad_fn: k for k, call in enumerate(calls)}
+    passed: list[Node] = []
 
-    def note(number: int) -> None:
-        order.append(number)
+    def note(node: Node) -> None:
+        passed.append(node)
 
-    handles = [call.result.register_hook(lambda grad, k=k: note(k)) for k, call in enumerate(calls)]
+    nodes = () if value.grad_fn is None else between(value.grad_fn, ends.__contains__)
+    handles = [node.register_prehook(lambda grads, node=node: note(node)) for node in (*nodes, *ends)]
     gradients_of(value, [x for call in calls for x in call.live])
     for handle in handles:
         handle.remove()
-    return order
+    numbers = {node for node in passed if not any(map(len, engine.output_shapes(node)))}
+    order: dict[int, int] = {}
+    for place, node in enumerate(passed):
+        if node in numbers:
+            inside = {above for above, _ in node.next_functions if above is not None} - numbers
+            reached = [node, *(here for one in inside for here in between(one, numbers.__contains__))]
+            order |= {ends[here]: place for here in reached if here in ends}
+    return sorted(order, key=order.__getitem__)

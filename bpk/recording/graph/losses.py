@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.data import GIVEN, NOTHING_GIVEN, Given
@@ -64,16 +65,24 @@ def write_losses(node: Node) -> list[Record]:
 
 
 def find_losses(node: Node, squares: bool) -> dict[Node, Record]:
-    """The losses of which a number is a weighted sum, with their nodes; none, if it is a sum of anything else."""
-    found, others = parts_of(node)
-    if others and (weighted := read_weighted(node, squares)) is not None:  # of the same probabilities: it is one loss
-        return {node: weighted}
-    for here in others:
-        weighted = read_weighted(here, squares)
-        if weighted is None:
+    """The losses of which a number is a weighted sum, with their nodes; none, if it is a sum of anything else.
+
+    What is linear in the same probabilities, or terms, is one loss, if it is not a sum of losses that are known.
+    """
+    found, waiting, behind = dict[Node, Record](), [node], set[Node]()
+    while waiting:
+        here = waiting.pop()
+        known, others = parts_of(here)
+        if not others:
+            found |= known
+        elif (weighted := read_weighted(here, squares)) is not None:
+            found[here] = weighted
+            behind.update(one for one in between(here, lambda one: owner_of(one) is not None) if one is not here)
+        elif not (above := numbers_read_by(here)):
             return {}
-        found[here] = weighted
-    return found
+        else:
+            waiting += [one for one in above if one not in waiting]
+    return {} if behind & found.keys() else found  # a loss inside of another one would count twice
 
 
 def parts_of(node: Node) -> tuple[dict[Node, Record], list[Node]]:

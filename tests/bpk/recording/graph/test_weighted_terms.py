@@ -85,6 +85,7 @@ SUMS: dict[str, Loss] = {
     "three": lambda z, y, mask: F.mse_loss(z, y) + 0.1 * ENTRIES["Huber"](z, y, mask) + classes(z, y, mask),
     "twice": lambda z, y, mask: ENTRIES["squares"](z, y, mask) + ENTRIES["squares"](z, 2 * y, mask),
     "two classes": lambda z, y, mask: classes(z, y, mask) + classes(2 * z, -y, mask),
+    "smoothed classes": lambda z, y, mask: F.cross_entropy(z, y.argmax(1), label_smoothing=0.2) + F.mse_loss(2 * z, y),
     "activations": lambda z, y, mask: F.cross_entropy(z, y.argmax(1)) + 0.1 * z.square().mean(),
 }
 
@@ -93,6 +94,19 @@ SUMS: dict[str, Loss] = {
 def test_they_are_right(loss: Loss) -> None:
     found = bpk.verify(Inside(loss), operator.itemgetter(0), data(), None, *(make() for make in ALL))
     assert {row.verdict for row in found.rows} == {Verdict.OK}, found
+
+
+def test_a_loss_inside_of_another_one_is_refused() -> None:
+    """Its gradient is that of all its uses, and so would be its curvature, beside that of the other one."""
+
+    def nested(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        p = z.log_softmax(-1)
+        nll = F.nll_loss(p, y.argmax(1))
+        return ENTRIES["squares"](z, y, mask) + nll + (0.1 * -p.mean() + nll)
+
+    model = bpk.extend(Inside(nested).to(D))
+    with told(RuntimeError, "none stands behind"), bpk.backpack(E.DiagHessian()):
+        model(*data())[0].backward()
 
 
 def test_as_the_layer_with_weights() -> None:
