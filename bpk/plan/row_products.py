@@ -136,7 +136,8 @@ class Kernel(RowProduct):
         call = Call(layer, [x.detach()], params, grad[0])
         rule = REGISTRY.find(layer)
         assert rule is not None
-        return rule.jac_t_mat_prod(call, grad, names[self.argument - 1], sum_batch=False)
+        rows = rule.jac_t_mat_prod(call, grad, names[self.argument - 1], sum_batch=False)
+        return rows if rows.shape[1] == count else by_sample(rows, 1, place, count).sum(2).transpose(0, 1)
 
 
 def by_sample(x: Tensor, axis: int, place: int, count: int) -> Tensor:

@@ -59,6 +59,14 @@ PRODUCTS: dict[str, Function] = {
     "by position, turned": lambda x, w, b: torch.einsum("nti,toi->nto", x, torch.stack([w, w.sin(), w * w])),
     "kernel": lambda x, w, b: F.conv1d(x.mT, (w * MASK)[..., None].expand(-1, -1, 3), b, padding=1).mT,
     "kernel of groups": lambda x, w, b: F.conv1d(x.mT, w.sin()[:, None, :3], b.exp(), padding=1, groups=D).mT,
+    "kernel of windows": lambda x, w, b: F.conv1d(x.reshape(-1, D)[..., None], w.sin()[..., None], b.exp()).view(
+        len(x), -1, D
+    ),
+    "kernel of windows, these first": lambda x, w, b: (
+        F.conv1d(x.transpose(0, 1).reshape(-1, D)[..., None], w.sin()[..., None], b.exp())
+        .view(-1, len(x), D)
+        .transpose(0, 1)
+    ),
     "transposed kernel": lambda x, w, b: F.conv_transpose1d(x.mT, w.sin()[..., None], b).mT,
     "twice": lambda x, w, b: F.linear(F.linear(x, w * MASK).tanh(), (w * MASK).mT, b),
     "of several": lambda x, w, b: F.linear(x, w * b[:, None], b),
