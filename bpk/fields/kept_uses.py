@@ -15,7 +15,7 @@ from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.numeric import FEW_NUMBERS
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.plan.parts import in_parts
-from bpk.plan.stretch import StretchCall
+from bpk.plan.stretch_call import StretchCall
 from bpk.recording.changed import Changed, Stamp, changed, stamp
 
 

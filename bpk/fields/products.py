@@ -19,7 +19,7 @@ from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.outer import Outer, Some
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.families.no_rows import NoRows
-from bpk.plan.stretch import StretchCall
+from bpk.plan.stretch_call import StretchCall
 
 
 class Products(Rows):

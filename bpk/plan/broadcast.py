@@ -6,20 +6,17 @@ by side: one pass of autograd brings those of all samples, where row by row woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.plan.broadcast_places import Spread, SpreadPlaces
 from bpk.plan.graph import Source, gradient_edge, pull_columns
-from bpk.plan.parameter_bottleneck import ParameterBottleneck
-from bpk.plan.parts import in_parts
 from bpk.plan.samples.rows import along_rows
-from bpk.recording.graph.nodes import Edge
+from bpk.plan.spread_rows import Piece, SpreadRows
 
 BASE = 16
 """How many powers of two tell rows from each other in one test."""
@@ -43,7 +40,7 @@ class BroadcastRows:
         self.source, self.count, self.device = source, len(output), output.device
         self.places: dict[int, list[tuple[Spread, int]]] = {}
         """By number of a parameter: the functions, and where their results hold the rows."""
-        self.bottlenecks: dict[Edge, ParameterBottleneck] = {}
+        self.spread = SpreadRows(source.trained, self.places, self.count, self.device)
         if source.stretch is None or torch.is_grad_enabled() or self.count < 2:
             return
         spread = SpreadPlaces(source)
@@ -75,76 +72,12 @@ class BroadcastRows:
 
     def rows(self, mat: Tensor) -> dict[int, Tensor | RowsThrough]:
         """By number of the parameter: `[V, R, *p]` for columns `[V, R, *out]`."""
-        if not self.places:
-            return {}
-        pulled = self.pull((use for uses in self.places.values() for use, _ in uses), mat)
-        made: dict[Spread, Tensor] = {}  # several parameters share what is computed from them
-        shared: dict[Spread, list[int]] = {}
-        for k, uses in self.places.items():
-            for use, place in uses:
-                grad = pulled[use.node]
-                if grad is not None:
-                    made[use] = use.of_samples(grad, place, self.count) if use not in made else made[use]
-                    shared.setdefault(use, []).append(k)
-        found: dict[int, Tensor | RowsThrough] = {}
-        narrowed: dict[tuple[Node, Edge], Tensor] = {}
-        known: dict[Spread, dict[int, Tensor]] = {}
-        for k, uses in self.places.items():
-            p = self.source.trained[k]
-            parts = [(use, made[use]) for use, _ in uses if use in made]
-            through = self.through_bottlenecks(parts, p, mat.dtype, narrowed)
-            if through is not None:
-                found[k] = through
-                continue
-            for use, rows in parts:
-                if use not in known:
-                    params = [self.source.trained[other] for other in shared[use]]
-                    known[use] = dict(zip(shared[use], at_parameters(rows, use, params), strict=True))
-            each = [in_parts(known[use][k]) for use, _ in parts]
-            zeros = () if each else (mat.new_zeros(len(mat), self.count, *in_parts(p).shape),)
-            found[k] = add_up([*each, *zeros]).to(mat.dtype)
-        return found
+        return self.spread.rows(self.pull(self.spread.uses, mat), len(mat), mat.dtype) if self.places else {}
 
-    def through_bottlenecks(
-        self,
-        parts: Sequence[tuple[Spread, Tensor]],
-        param: Tensor,
-        dtype: torch.dtype,
-        narrowed: dict[tuple[Node, Edge], Tensor],
-    ) -> RowsThrough | None:
-        """The rows of a parameter through small tensors that are computed from it (`None`: there are none).
-
-        `narrowed` keeps columns there, by function and by what it is given. Functions may be in another precision.
-        """
-        columns: list[Tensor] = []
-        jacobians: list[Tensor] = []
-        for use, rows in parts:
-            if use.start is None or rows.is_complex() or param.is_complex():
-                return None
-            if not self.bottleneck(use.start).pays(rows.shape[0] * rows.shape[1]):
-                return None
-            narrow, place = self.bottleneck(use.start), (use.node, use.start)
-            if place not in narrowed:
-                narrowed[place] = narrow.columns(rows).to(dtype)
-            columns.append(narrowed[place])
-            jacobians.append(narrow.jacobian(param).to(dtype))
-        return RowsThrough(torch.cat(columns, 2), torch.cat(jacobians)) if columns else None
-
-    def bottleneck(self, start: Edge) -> ParameterBottleneck:
-        """What `start` is computed from, looked for once."""
-        if start not in self.bottlenecks:
-            self.bottlenecks[start] = ParameterBottleneck(start, self.device)
-        return self.bottlenecks[start]
-
-
-def at_parameters(rows: Tensor, use: Spread, params: Sequence[Tensor]) -> list[Tensor]:
-    """Rows `[V, R, ...]` of what a function spreads as rows of the parameters that this is computed from."""
-    if use.start is None:
-        return [rows] * len(params)
-    pulled = pull_columns([gradient_edge(use.start)], params, (rows.flatten(0, 1),))
-    lead = rows.shape[:2]
-    pairs = zip(pulled, params, strict=True)
-    return [rows.new_zeros(*lead, *p.shape) if g is None else g.unflatten(0, lead) for g, p in pairs]
+    def pieces(self, mat: Tensor, samples: Tensor | None) -> Iterator[Piece]:
+        """The same of all samples or of some, a few at a time."""
+        if self.places:
+            yield from self.spread.pieces(self.pull(self.spread.uses, mat), mat.dtype, samples)
 
 
 def labels_of(rows: int, like: Tensor) -> list[Tensor]:

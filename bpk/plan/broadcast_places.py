@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from bpk.jacobians.second_order.graph import between
 from bpk.plan.dependence import POINTWISE, in_between
 from bpk.plan.graph import Source
-from bpk.plan.row_products import RowProduct, product_of
+from bpk.plan.row_products import ALL, RowProduct, Some, product_of
 from bpk.plan.samples.rows import along_rows
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name
@@ -42,18 +42,21 @@ class Broadcast(NamedTuple):
     shape: tuple[int, ...]
     start: Edge | None
 
-    def times(self, grad: Tensor) -> Tensor:
-        """What comes to the argument, before the sum over what was repeated, from `grad` `[..., *result]`."""
-        if isinstance(self.factor, float):
-            return grad if self.factor == 1 else grad * self.factor
-        if self.factor == NORMALISED:
-            x, mean, inverse = (engine.saved(self.node, name) for name in STANDARDISED)
-            return grad * ((x - mean) * inverse)
-        return grad * engine.saved(self.node, self.factor)
+    def of_samples(self, grad: Tensor, place: int, count: int, some: Some = ALL) -> Tensor:
+        """Rows `[V, N, *shape]` of columns `[V, *result]` at the result, of which axis `place` holds the rows.
 
-    def of_samples(self, grad: Tensor, place: int, count: int) -> Tensor:
-        """Rows `[V, N, *shape]` of columns `[V, *result]` at the result, of which axis `place` holds the rows."""
-        return summed(self.times(grad), place, count, self.shape)
+        Only those of `some` samples.
+        """
+        from_end = place - (grad.dim() - 1)
+        g = grad.movedim(1 + place, 0)[some].movedim(0, 1 + place)
+        if isinstance(self.factor, float):
+            g = g if self.factor == 1 else g * self.factor
+        elif self.factor == NORMALISED:
+            x, mean, inverse = (along(engine.saved(self.node, name), from_end, some) for name in STANDARDISED)
+            g = g * ((x - mean) * inverse)
+        else:
+            g = g * along(engine.saved(self.node, self.factor), from_end, some)
+        return summed(g, place, g.shape[from_end], self.shape)
 
     def place_of_rows(self, pulled: Tensor | None, labels: Sequence[Tensor]) -> int | None:
         """That axis, from what arrived at the result: a column, and its tests (see `BroadcastRows`)."""
@@ -78,6 +81,12 @@ class Broadcast(NamedTuple):
 
 Spread = Broadcast | RowProduct
 """A function of rows and of what is computed from a parameter alone."""
+
+
+def along(x: Tensor, from_end: int, some: Some) -> Tensor:
+    """A part of a tensor along an axis, by its number from the end, where it is not repeated along that."""
+    axis = x.dim() + from_end
+    return x if axis < 0 or x.shape[axis] == 1 else x.movedim(axis, 0)[some].movedim(0, axis)
 
 
 def summed(grad: Tensor, axis: int, count: int, shape: Sequence[int]) -> Tensor:

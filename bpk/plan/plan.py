@@ -20,7 +20,8 @@ from bpk.plan.graph import Source, gradient_edge
 from bpk.plan.samples.rows import Attribution
 from bpk.plan.sources import Sources
 from bpk.plan.step import Link, Step, matched
-from bpk.plan.stretch import STRETCH, StretchCall
+from bpk.plan.stretch import STRETCH
+from bpk.plan.stretch_call import StretchCall
 from bpk.recording import engine
 from bpk.recording.context.state import CTX, EVERY_CALL
 from bpk.recording.graph.side_effects import make_quiet

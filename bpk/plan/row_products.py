@@ -23,6 +23,11 @@ from bpk.recording.graph.nodes import OPERANDS, Edge
 from bpk.recording.graph.parameter_operands import TRANSPOSES
 from bpk.rules import REGISTRY
 
+Some = slice | Tensor
+"""Which samples, by their numbers."""
+
+ALL = slice(None)
+
 ADJACENT, SPREAD = 0, 1
 """How rows of a sample lie along an axis: one after the other (`[N T]`), or each behind those of others (`[T N]`)."""
 
@@ -45,8 +50,11 @@ class RowProduct(ABC):
         """The axis of the result that holds the rows."""
 
     @abstractmethod
-    def of_samples(self, grad: Tensor, place: int, count: int) -> Tensor:
-        """Rows `[V, N, *shape]` of columns `[V, *result]` at the result, of which `N` samples have as many each."""
+    def of_samples(self, grad: Tensor, place: int, count: int, some: Some = ALL) -> Tensor:
+        """Rows `[V, N, *shape]` of columns `[V, *result]` at the result, of which `N` samples have as many each.
+
+        Only those of `some` samples.
+        """
 
     def place_of_rows(self, pulled: Tensor | None, labels: Sequence[Tensor]) -> int | None:
         """How the rows lie, from what arrived at the result: a column, and its tests (see `BroadcastRows`)."""
@@ -93,10 +101,10 @@ class Weight(RowProduct):
     def axis(self) -> int:
         return len(engine.output_shapes(self.node)[0]) - (2 if self.is_right else 1)
 
-    def of_samples(self, grad: Tensor, place: int, count: int) -> Tensor:
+    def of_samples(self, grad: Tensor, place: int, count: int, some: Some = ALL) -> Tensor:
         x = engine.saved(self.node, self.operands[not self.is_right][0]).detach().conj()
-        x = by_sample(x, self.axis, place, count)  # [N, *B, T, k] or [N, *B, k, T]
-        g = by_sample(grad, 1 + self.axis, place, count).transpose(0, 1)  # [V, N, *B, T, c] or [V, N, *B, r, T]
+        x = by_sample(x, self.axis, place, count)[some]  # [N, *B, T, k] or [N, *B, k, T]
+        g = by_sample(grad, 1 + self.axis, place, count)[some].transpose(0, 1)  # [V, N, *B, T, c] or [V, N, *B, r, T]
         g, x = (g.mT, x) if self.is_right else (g, x.mT)
         product = torch.mul if x.shape[-2] == 1 else torch.matmul
         if self.is_right and not self.is_turned:
@@ -114,9 +122,9 @@ class AddedVector(RowProduct):
     def axis(self) -> int:
         return 0
 
-    def of_samples(self, grad: Tensor, place: int, count: int) -> Tensor:
+    def of_samples(self, grad: Tensor, place: int, count: int, some: Some = ALL) -> Tensor:
         beta = engine.saved(self.node, "beta")
-        found = by_sample(grad, 1, place, count).sum(2).transpose(0, 1)
+        found = by_sample(grad, 1, place, count)[some].sum(2).transpose(0, 1)
         return found if beta == 1 else found * beta
 
 
@@ -127,17 +135,19 @@ class Kernel(RowProduct):
     def axis(self) -> int:
         return 0
 
-    def of_samples(self, grad: Tensor, place: int, count: int) -> Tensor:
+    def of_samples(self, grad: Tensor, place: int, count: int, some: Some = ALL) -> Tensor:
         names = ("weight", "bias")
         x, weight, *options = (engine.saved(self.node, name) for name in ("input", "weight", *OPTIONS))
         settings = (tuple(each) if isinstance(each, list) else each for each in options)
         layer = convolution_layer(x.dim() - 2, *settings)
         params = {"weight": weight.detach(), "bias": weight.new_empty(()).expand(grad.shape[2:3])}
-        call = Call(layer, [x.detach()], params, grad[0])
+        windows = by_sample(x.detach(), 0, place, count)[some]  # [N, T, ...]
+        g = by_sample(grad, 1, place, count)[some].transpose(0, 1).flatten(1, 2)
         rule = REGISTRY.find(layer)
         assert rule is not None
-        rows = rule.jac_t_mat_prod(call, grad, names[self.argument - 1], sum_batch=False)
-        return rows if rows.shape[1] == count else by_sample(rows, 1, place, count).sum(2).transpose(0, 1)
+        call = Call(layer, [windows.flatten(0, 1)], params, g[0])
+        rows = rule.jac_t_mat_prod(call, g, names[self.argument - 1], sum_batch=False)
+        return rows if windows.shape[1] == 1 else rows.unflatten(1, windows.shape[:2]).sum(2)
 
 
 def by_sample(x: Tensor, axis: int, place: int, count: int) -> Tensor:

@@ -18,7 +18,8 @@ from bpk.jacobians.losses.joint import Joint
 from bpk.jacobians.losses.loss import Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
-from bpk.plan.stretch import STRETCH, StretchCall
+from bpk.plan.stretch import STRETCH
+from bpk.plan.stretch_call import StretchCall
 from bpk.recording.graph.ports import Port
 from bpk.recording.record import Record
 

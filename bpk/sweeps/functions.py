@@ -16,13 +16,15 @@ from bpk.fields.sizes import different_sizes
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.broadcast import BroadcastRows, at_parameters
+from bpk.plan.broadcast import BroadcastRows
 from bpk.plan.broadcast_places import Spread, SpreadPlaces, are_apart
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
 from bpk.plan.parts import in_parts
+from bpk.plan.spread_rows import at_parameters
 from bpk.plan.step import matched
-from bpk.plan.stretch import STRETCH, StretchCall
+from bpk.plan.stretch import STRETCH
+from bpk.plan.stretch_call import StretchCall
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.record import Record

@@ -16,7 +16,7 @@ from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.products import Residual
 from bpk.plan.step import Link, Step
-from bpk.plan.stretch import StretchCall
+from bpk.plan.stretch_call import StretchCall
 from bpk.sweeps.averaged.matrices import Averaged
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.stretches.residual import StretchResidual

@@ -21,7 +21,7 @@ from bpk.jacobians.core.call import Wrt
 from bpk.jacobians.core.products import Residual
 from bpk.plan.plan import Plan
 from bpk.plan.step import Step
-from bpk.plan.stretch import StretchCall
+from bpk.plan.stretch_call import StretchCall
 from bpk.sweeps.columns.diagonals import in_one_precision, tied_inside
 from bpk.sweeps.columns.merging import flat
 from bpk.sweeps.curvature import Curvature

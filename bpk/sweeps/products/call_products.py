@@ -12,7 +12,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.rule import Rule
 from bpk.plan.step import Step, promoted
-from bpk.plan.stretch import StretchCall
+from bpk.plan.stretch_call import StretchCall
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.products.linearised import LinearisedStretch, through_columns
 

@@ -14,7 +14,8 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.products import Residual
 from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
-from bpk.plan.stretch import STRETCH, StretchCall
+from bpk.plan.stretch import STRETCH
+from bpk.plan.stretch_call import StretchCall
 from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.diagonals import WaitingDiagonal, behind_diagonal, takes, tied_inside
 from bpk.sweeps.columns.enumerated import Enumerated

@@ -15,7 +15,7 @@ from torch import Tensor
 from bpk.jacobians.core.call import Wrt
 from bpk.plan.samples.rows import to_samples
 from bpk.plan.step import Step
-from bpk.plan.stretch import StretchCall
+from bpk.plan.stretch_call import StretchCall
 from bpk.sweeps.columns.lazy import Chunk, LazyColumns, split_rows
 from bpk.sweeps.stretches.residual import StretchResidual
 from bpk.sweeps.stretches.squares import ParameterCurvature

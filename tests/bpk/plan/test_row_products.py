@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
-from bpk.plan import broadcast
-from bpk.sweeps import functions
+from bpk.plan import broadcast, spread_rows
+from bpk.plan.stretch_call import StretchCall
 from bpk.sweeps.stretches.products import StretchProducts
 from tests.helpers import backward
 from tests.references.compare import ON_ANY_GRAPH, agrees, rand
@@ -85,20 +85,20 @@ def rows(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 def count_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For how many parameters rows take a pass for each sample."""
     counted: list[int] = []
-    found = broadcast.BroadcastRows.rows
+    found = StretchCall.spread
 
-    def spy(self: broadcast.BroadcastRows, mat: Tensor) -> dict[int, Any]:
+    def spy(self: StretchCall, mat: Tensor) -> broadcast.BroadcastRows:
         known = found(self, mat)
-        counted.append(len(self.source.trained) - len(known))
+        counted.append(len(self.source.trained) - len(known.places))
         return known
 
-    monkeypatch.setattr(broadcast.BroadcastRows, "rows", spy)
+    monkeypatch.setattr(StretchCall, "spread", spy)
     return counted
 
 
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions.SpreadPlaces, "along_rows", lambda *given: {})
-    monkeypatch.setattr(broadcast.BroadcastRows, "rows", lambda *given: {})
+    monkeypatch.setattr(broadcast.SpreadPlaces, "along_rows", lambda *given: {})
+    monkeypatch.setattr(broadcast.SpreadPlaces, "candidates", lambda *given: [])
 
 
 def same_row_by_row(model: nn.Module, x: Tensor, found: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +222,27 @@ def test_every_quantity_agrees_with_autograd(name: str) -> None:
     ref = Reference(model, (x,), lambda pred: F.cross_entropy(pred, y))
     backward(bpk.extend(model), bpk.extend(nn.CrossEntropyLoss()), x, y, *[e() for e in ON_ANY_GRAPH])
     agrees(model, ref, factors=False)
+
+
+SQUARES = (E.BatchL2Grad, E.SumGradSquared, E.Variance, E.DiagGGNExact, E.BatchDiagGGNExact, E.DiagHessian)
+
+
+@pytest.mark.parametrize("options", [{}, {"subsampling": [3, 0, 4]}, {"subsampling": []}], ids=str)
+@pytest.mark.parametrize("piece", [1, 200], ids=["columns", "samples"])
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_squares_in_pieces(name: str, piece: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Squares are those of all rows at once, where rows exist for some samples, or some columns of one, at a time."""
+    torch.manual_seed(0)
+    model, x, y = bpk.extend(Computes(PRODUCTS[name], on_data=False).double()), rand(5, T, D), torch.arange(5) % 3
+    loss_fn, params = bpk.extend(nn.CrossEntropyLoss()), dict(model.named_parameters())
+    ours = [e(**options) for e in SQUARES]
+    backward(model, loss_fn, x, y, *ours, E.BatchGrad(**options), E.SqrtGGNExact(**options))
+    expected = {(k, e.savefield): getattr(p, e.savefield, None) for k, p in params.items() for e in ours}
+    monkeypatch.setattr(spread_rows, "PIECE", piece)
+    backward(model, loss_fn, x, y, *ours)
+    for (k, field), value in expected.items():
+        torch.testing.assert_close(getattr(params[k], field, None), value, msg=f"{k} {field}")
 
 
 def parametrised() -> dict[str, nn.Module]:

@@ -12,7 +12,7 @@ import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
 from bpk.fields.arrived import Columns
 from bpk.plan.step import Step
-from bpk.plan.stretch import StretchCall
+from bpk.plan.stretch_call import StretchCall
 from bpk.sweeps.columns.merging import Merging, added_up, distinct
 from bpk.sweeps.columns.run import Run
 from bpk.sweeps.stretches.residual import StretchResidual
