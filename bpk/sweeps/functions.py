@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -59,8 +59,10 @@ class BroadcastParameters:
                 if k not in found or not all(engine.will_run(use.node) for use in found[k]):
                     refused.add(id(p))
                 self.broadcasts.setdefault(id(p), {}).update(dict.fromkeys(found.get(k, ())))
-        # what autograd brings to a function is the sum of what comes from all stretches that pass it
+        # what autograd brings to a function is the sum of what comes from all stretches that pass it, and a stretch
+        # is left to autograd with all of its parameters, or not at all
         refused.update(key for key, uses in self.broadcasts.items() if uses and not are_apart(uses))
+        refused = spread_along([{id(p) for p in source.trained} for _, source in sources.with_parameters], refused)
         if refused & self.expected.keys():
             what = "A parameter that functions spread over samples is used otherwise behind another loss."
             reason = "autograd adds up both, and was already expected to bring individual gradients."
@@ -104,6 +106,12 @@ class BroadcastParameters:
                 columns.add_to_parameter("0", "gradient", sweep.rows(rows)[None])
                 call = StretchCall(source, rows, (), None, n)
                 self.parameters.collect(state, key, Use(call, STRETCH, "0", columns), n)
+
+
+def spread_along(groups: Sequence[Set[int]], some: set[int]) -> set[int]:
+    """Some of the members of groups, and all that are in a group with one of these."""
+    found = some.union(*(group for group in groups if not group.isdisjoint(some)))
+    return found if found == some else spread_along(groups, found)
 
 
 def reach_functions(

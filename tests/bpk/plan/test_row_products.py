@@ -212,6 +212,24 @@ def test_a_product_that_several_stretches_lead_through(monkeypatch: pytest.Monke
     same_row_by_row(model, x, rows(model, x), monkeypatch)
 
 
+class BesideAnother(Computes):
+    """One stretch adds a bias, which autograd could bring; another one reads that sum, and a weight row by row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (self.w.sin() @ self.first(x).mT).mT.tanh()
+        total = F.linear(x, self.v * MASK, self.b)
+        return self.last((total + x * total.sigmoid()).tanh()).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_bias_that_a_stretch_shares_with_one_left_to_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd brings what comes from both: then neither may be asked for it again."""
+    torch.manual_seed(0)
+    model, x = BesideAnother(PRODUCTS["masked"], on_data=False), rand(N, T, D)
+    model.v = nn.Parameter(torch.randn(D, D))
+    same_row_by_row(model.double(), x, rows(model, x), monkeypatch)
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_quantity_agrees_with_autograd(name: str) -> None:
