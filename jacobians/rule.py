@@ -51,6 +51,8 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
     """Whether individual gradients of a parameter are summed by one product, without being made."""
     inputs_first: bool = False
     """Whether sending columns to the inputs prepares the squares of parameters."""
+    finds_all_rows: bool = False
+    """Whether individual gradients of all parameters are found at once: few of one are not had for less."""
     inside: Mapping[str, str] = MappingProxyType({})
     """Weights of linear layers inside, whose products autograd may show, each with its bias."""
     is_loss: bool = False

@@ -122,6 +122,10 @@ class Parameters:
     # ---- from observers ---------------------------------------------------------------------------------
     def is_shared(self, param: Tensor, record: Record | None = None) -> bool:
         """Whether uses of a parameter other than by `record` are still to come, or functions use it."""
+        return id(param) in self.by_functions or self.is_awaited(param, record)
+
+    def is_awaited(self, param: Tensor, record: Record | None = None) -> bool:
+        """Whether uses of a parameter other than by `record`, and by functions, are still to come."""
         if id(param) in self.states and self.states[id(param)].awaited_uses:
             return True
         if self.calls is None:
@@ -130,7 +134,11 @@ class Parameters:
             call = ref()
             if call is not None and call.open and call is not record:
                 return True
-        return id(param) in self.by_functions
+        return False
+
+    def are_served_apart(self, key: Hashable) -> bool:
+        """Whether those who listen to a sweep need no rows, and nothing of other parameters."""
+        return not any(extension.needs_rows or extension.needs_total for _, extension in self.listening[key])
 
     def are_of(self, record: Record, params: Mapping[str, Tensor]) -> bool:
         """Whether this call alone uses each of its parameters, once: no other was reached, and none is to come."""

@@ -62,8 +62,7 @@ class Rows:
         loss_scale: float = 1,
     ) -> None:
         self.parameter, self.param = param, in_parts(param)
-        self.batch_size = batch_size
-        self.uses = uses
+        self.batch_size, self.uses = batch_size, uses
         self.keeps_rows, self.keeps_samples = keeps_rows, keeps_samples
         self.loss_scale = loss_scale
         self.known: dict[Hashable, Any] = {}
@@ -105,8 +104,9 @@ class Rows:
     @property
     def few(self) -> bool:
         """Whether the rows of a single column are few: sum and squares are then those of the same rows."""
-        single = self.uses[0].arrived.single
-        return single is not None and self.simple and are_few(self.param, len(single), single)
+        use, single = self.uses[0], self.uses[0].arrived.single
+        alone = single is not None and self.simple and not use.rule.finds_all_rows
+        return alone and are_few(self.param, len(single), single)
 
     @property
     def shortcut(self) -> bool:

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.plan.broadcast_places import Spread, SpreadPlaces
 from bpk.plan.graph import Source, gradient_edge, pull_columns
+from bpk.plan.row_products import ALL
 from bpk.plan.samples.rows import along_rows
 from bpk.plan.spread_rows import Piece, SpreadRows
 
@@ -70,14 +71,37 @@ class BroadcastRows:
         found = pull_columns([gradient_edge(self.source.stretch)], edges, (self.source.entrance.to_graph(mat),))
         return dict(zip(nodes, found, strict=True))
 
-    def rows(self, mat: Tensor) -> dict[int, Tensor | RowsThrough]:
-        """By number of the parameter: `[V, R, *p]` for columns `[V, R, *out]`."""
-        return self.spread.rows(self.pull(self.spread.uses, mat), len(mat), mat.dtype) if self.places else {}
+    def rows(self, mat: Tensor, samples: Tensor | None = None) -> dict[int, Tensor | RowsThrough]:
+        """By number of the parameter: `[V, R, *p]` for columns `[V, R, *out]`, of all samples or of some."""
+        if not self.places:
+            return {}
+        some = ALL if samples is None else samples
+        return self.spread.rows(self.pull(self.spread.uses, mat), len(mat), mat.dtype, some)
 
     def pieces(self, mat: Tensor, samples: Tensor | None) -> Iterator[Piece]:
         """The same of all samples or of some, a few at a time."""
         if self.places:
             yield from self.spread.pieces(self.pull(self.spread.uses, mat), mat.dtype, samples)
+
+
+class AtFunction(BroadcastRows):
+    """The same where autograd has come to the function that spreads the parameters of a stretch: columns are there.
+
+    Args:
+        use: The function, whose result has the rows along axis 0. The stretch ends there.
+        source: The stretch.
+        output: What is at its end.
+    """
+
+    def __init__(self, use: Spread, source: Source, output: Tensor) -> None:
+        self.source, self.count, self.device = source, len(output), output.device
+        place = use.place_on_first_axis()
+        assert place is not None
+        self.places = {k: [(use, place)] for k in range(len(source.trained))}
+        self.spread = SpreadRows(source.trained, self.places, self.count, self.device)
+
+    def pull(self, uses: Iterable[Spread], mat: Tensor) -> dict[Node, Tensor | None]:
+        return {use.node: mat for use in uses}
 
 
 def labels_of(rows: int, like: Tensor) -> list[Tensor]:

@@ -20,7 +20,7 @@ from bpk.plan.row_products import ALL, Some
 from bpk.recording import engine
 from bpk.recording.graph.nodes import Edge
 
-PIECE = 1 << 20
+PIECE = 1 << 19
 """How many numbers a piece has on a processor, so that what makes it and what reads it find it in cache."""
 
 Arrived = Mapping[Node, Tensor | None]

@@ -27,6 +27,8 @@ def whole_batch(call: Call, mat: Tensor) -> tuple[Source, Tensor]:
 class PlainAutograd(Rule):
     """Products by autograd's own graph, which is alive during the backward pass only."""
 
+    finds_all_rows = True
+
     def jac_mat_prod(self, call: Call, mat: Tensor, wrt: Wrt = 0) -> Tensor:
         raise TypeError("a stretch is multiplied from the left only; `LinearisedStretch` goes both ways")
 
@@ -71,7 +73,7 @@ class PlainAutograd(Rule):
         if torch.is_grad_enabled():
             return super().norm_squared(call, grad_out, param)
         assert isinstance(call, StretchCall)
-        return call.squares(param, [grad_out[None]], None, Of.NORMS)
+        return call.squares(param, [grad_out], None, Of.NORMS)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         n, out = call.batch_size, call.output.shape[1:]

@@ -6,7 +6,7 @@ the next call reads. Parameters that functions use directly are parameters of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bpk.jacobians.core.call import Call, index_of
-from bpk.jacobians.core.rows_through import RowsThrough, between_samples, materialised
+from bpk.jacobians.core.rows_through import RowsThrough, materialised
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.broadcast import BroadcastRows
 from bpk.plan.graph import Source
@@ -31,16 +31,15 @@ KEPT = 8
 
 
 class Squared(NamedTuple):
-    """Sums of squares that were found for all parameters at once: of which columns, with which weights, over what."""
+    """Sums of squares that were found for all parameters at once: of which columns, with which weights."""
 
     mats: Sequence[tuple[ref[Tensor], int]]
     weights: Tensor | None
-    of: Of
     found: dict[str, Tensor]
 
-    def are_of(self, name: str, mats: Sequence[Tensor], weights: Tensor | None, of: Of) -> bool:
+    def are_of(self, name: str, mats: Sequence[Tensor], weights: Tensor | None) -> bool:
         """Whether that of a parameter is among them, which nobody has taken."""
-        if name not in self.found or of is not self.of or len(mats) != len(self.mats):
+        if name not in self.found or len(mats) != len(self.mats):
             return False
         pairs = zip(self.mats, mats, strict=True)
         if not all(known() is mat and version == mat._version for (known, version), mat in pairs):
@@ -74,7 +73,7 @@ class StretchCall(Call):
         self.n = n
         self.samples = samples
         self.latest: tuple[Tensor, bool, Sequence[Tensor | RowsThrough]] | None = None
-        self.squared: Squared | None = None
+        self.squared: dict[Of, Squared] = {}
         self.small: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.broadcast: BroadcastRows | None = None
 
@@ -120,9 +119,7 @@ class StretchCall(Call):
     def rows(self, mat: Tensor) -> list[Tensor | RowsThrough]:
         """Rows `[V, R, *p]` of all parameters: of those that are only spread in one pass, of others in one a sample."""
         full = over_batch(mat, self.samples, self.output.shape[0])
-        found = self.spread(mat).rows(full)
-        if self.samples is not None:
-            found = {k: between_samples(x, index_of(self.samples, mat.device)) for k, x in found.items()}
+        found = self.spread(mat).rows(full, None if self.samples is None else index_of(self.samples, mat.device))
         rest = [k for k in range(len(self.source.trained)) if k not in found]
         if rest:
             places = self.places_by_sample(mat)
@@ -150,42 +147,49 @@ class StretchCall(Call):
     def squares(self, name: str, mats: Sequence[Tensor], weights: Tensor | None, of: Of) -> Tensor:
         """Sums of squared rows of a parameter, with weights `[V, R]`, from rows of some of them at a time.
 
+        For norms, there is a single column `[R, *out]`, as it is.
         Those of all parameters are found at once, and kept for the others until these are asked for.
         """
-        if self.squared is None or not self.squared.are_of(name, mats, weights, of):
+        known = self.squared.get(of)
+        if known is None or not known.are_of(name, mats, weights):
             kept = [(ref(mat), mat._version) for mat in mats]
-            self.squared = Squared(kept, weights, of, self.squares_of_all(mats, weights, of))
-        return self.squared.found.pop(name)
+            known = self.squared[of] = Squared(kept, weights, self.squares_of_all(mats, weights, of))
+        return known.found.pop(name)
 
     def squares_of_all(self, mats: Sequence[Tensor], weights: Tensor | None, of: Of) -> dict[str, Tensor]:
         """The same of all parameters."""
-        totals, first = SquaredRows(of, mats[0].shape[1]), 0
+        mats = [mat[None] for mat in mats] if of is Of.NORMS else mats
+        totals, first, add_up = SquaredRows(of, mats[0].shape[1]), 0, self.adding_up()
         chosen = None if self.samples is None else index_of(self.samples, mats[0].device)
         for mat in mats:
             full, part = over_batch(mat, self.samples, self.output.shape[0]), slice(first, first + len(mat))
             scale, first = None if weights is None else weights[part], part.stop
             for columns, here, rows in self.spread(mat).pieces(full, chosen):
                 totals.add(rows, here, None if scale is None else scale[columns, here])
-                self.add_up(rows)
+                add_up(rows)
             rest = [k for k in range(len(self.source.trained)) if k not in self.spread(mat).places]
             places = self.places_by_sample(mat) if rest else []
             for (_, n), found in zip(places, self.one_by_one(full, rest, (rows for rows, _ in places)), strict=True):
                 rows = {k: x[:, None] for k, x in found.items()}
                 totals.add(rows, slice(n, n + 1), None if scale is None else scale[:, n : n + 1])
-                self.add_up(rows)
+                add_up(rows)
             if not places:
                 totals.add({k: mat.new_zeros(len(mat), 0, *self.params[str(k)].shape) for k in rest}, slice(0), None)
         kinds = {k: torch.promote_types(mats[0].dtype, self.params[str(k)].dtype) for k in totals.totals}
         return {str(k): totals.result(k, kind) for k, kind in kinds.items()}
 
-    def add_up(self, rows: Mapping[int, Tensor | RowsThrough]) -> None:
-        """Add rows of a single column, if somebody wants their sum."""
-        if self.sums is None:
-            return
-        for k, each in rows.items():
-            name, part = str(k), materialised(each)[0].sum(0)
-            part = part.to(torch.promote_types(part.dtype, self.params[name].dtype))
-            self.sums[name] = self.sums[name].add_(part) if name in self.sums else part
+    def adding_up(self) -> Callable[[Mapping[int, Tensor | RowsThrough]], None]:
+        """What adds up rows of a single column, if somebody wants their sum and nobody has it."""
+        adders = {k: self.summing(str(k)) for k in range(len(self.params))} if self.sums is not None else {}
+        wanted = {k: add for k, add in adders.items() if add is not None}
+
+        def add_up(rows: Mapping[int, Tensor | RowsThrough]) -> None:
+            for k, each in rows.items() if wanted else ():
+                if k in wanted:
+                    part = materialised(each)[0].sum(0)
+                    wanted[k](part.to(torch.promote_types(part.dtype, self.params[str(k)].dtype)))
+
+        return add_up
 
     def places_by_sample(self, mat: Tensor) -> list[tuple[Tensor, int]]:
         """For every sample: its rows of the output, and the first of them among the columns' rows, in this order."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
+from copy import copy
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +19,7 @@ from bpk.fields.sizes import different_sizes
 from bpk.jacobians.core.engine import pull_back
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.loss import Loss
-from bpk.plan.broadcast import BroadcastRows
+from bpk.plan.broadcast import AtFunction, BroadcastRows
 from bpk.plan.broadcast_places import Spread, SpreadPlaces, are_apart
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.inspection import Inspection
@@ -44,6 +47,8 @@ class BroadcastParameters:
         self.expected: dict[int, set[Spread]] = {}
         self.sizes: dict[int, int] = {}
         self.broadcasts: dict[int, dict[Spread, None]] = {}
+        self.stretches: dict[int, int] = {}
+        """By `id`: how many stretches use a parameter."""
 
     def find(self) -> None:
         """Look at all stretches that were found until now."""
@@ -51,6 +56,7 @@ class BroadcastParameters:
         if self.known == sources.looks:
             return
         self.known, refused = sources.looks, set[int]()
+        self.stretches = dict(Counter(id(p) for _, source in sources.with_parameters for p in source.trained))
         for record, source in sources.with_parameters:
             rows, n = attribution.of(record)
             usual = rows is None and not (attribution.mixed or self.inspection.with_module_extensions)
@@ -98,6 +104,14 @@ class BroadcastParameters:
         """Autograd is at a function that spreads what is computed from these parameters."""
         place = use.place_on_first_axis()
         assert place is not None
+        real = not grad.is_complex() and not any(state.param.is_complex() for state in states)
+        if real and all(len(self.broadcasts[id(state.param)]) == 1 and self.has_all(state, grad) for state in states):
+            end, params = (use.node, 0), tuple(state.param for state in states)
+            call = StretchCall(replace(source, stretch=end, trained=params), grad, (), None, n)
+            call.broadcast = AtFunction(use, call.source, grad)
+            sweeps = self.conclude(call, grad, states, sweeps)
+        if not sweeps:
+            return
         found = at_parameters(use.of_samples(grad[None], place, n), use, [state.param for state in states])
         for state, (each,) in zip(states, found, strict=True):
             rows = in_parts(each.to(state.param.dtype))
@@ -106,6 +120,33 @@ class BroadcastParameters:
                 columns.add_to_parameter("0", "gradient", sweep.rows(rows)[None])
                 call = StretchCall(source, rows, (), None, n)
                 self.parameters.collect(state, key, Use(call, STRETCH, "0", columns), n)
+
+    def are_alone(self, states: Sequence[ParameterState], grad: Tensor) -> bool:
+        """Whether the parameters of one stretch, at whose end this gradient is, have no other use."""
+        self.find()
+        return all(self.stretches.get(id(state.param)) == 1 and self.has_all(state, grad) for state in states)
+
+    def has_all(self, state: ParameterState, grad: Tensor) -> bool:
+        """Whether no other use of a parameter has been, or is still to come, than one that functions make of it now."""
+        same = torch.promote_types(grad.dtype, state.param.dtype) is state.param.dtype
+        return same and not (state.uses or state.done or self.parameters.is_awaited(state.param))
+
+    def conclude(
+        self, call: StretchCall, grad: Tensor, states: Sequence[ParameterState], sweeps: Mapping[Hashable, Gradient]
+    ) -> dict[Hashable, Gradient]:
+        """A stretch has all uses of its parameters: serve those for whom rows need not be kept; returns the others."""
+        left: dict[Hashable, Gradient] = {}
+        for key, sweep in sweeps.items():
+            if not self.parameters.are_served_apart(key):
+                left[key] = sweep
+                continue
+            seen = copy(call) if sweep.samples is None else call.subset(sweep.samples)
+            if any(extension.needs_gradient for _, extension in self.parameters.listening[key]):
+                seen.sums = {}
+            column = sweep.column(grad)
+            for name, state in zip(call.params, states, strict=True):
+                self.parameters.conclude(state, key, Use(seen, STRETCH, name, column), call.n)
+        return left
 
 
 def spread_along(groups: Sequence[Set[int]], some: set[int]) -> set[int]:
@@ -136,12 +177,15 @@ def reach_functions(
     for source, at_end in ((sources[k], found[k]) for k in sources if k in found):
         whole = StretchCall(source, at_end, (), rows, n)
         whole.broadcast = None if whole.merged else BroadcastRows(source, at_end)
-        for key, sweep in sweeps.items():
+        states = [parameters.state_of(param) for param in source.trained]
+        left = sweeps
+        if rows is None and not torch.is_grad_enabled() and broadcast.are_alone(states, at_end):
+            left = broadcast.conclude(whole, at_end, states, sweeps)
+        for key, sweep in left.items():
             call = whole if sweep.samples is None else whole.subset(sweep.samples)
             column = sweep.column(at_end)
-            for name, param in zip(call.params, source.trained, strict=True):
-                use = without_graph(Use(call, STRETCH, name, column, rows), n)
-                parameters.collect(parameters.state_of(param), key, use, n)
+            for name, state in zip(call.params, states, strict=True):
+                parameters.collect(state, key, without_graph(Use(call, STRETCH, name, column, rows), n), n)
 
 
 def at_inputs(record: Record, grad: Tensor, sources: Mapping[int, Source]) -> dict[int, Tensor]:

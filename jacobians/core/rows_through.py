@@ -47,10 +47,3 @@ class RowsThrough:
 def materialised(rows: Tensor | RowsThrough) -> Tensor:
     """Rows `[V, N, *p]`, however they are given."""
     return rows.rows() if isinstance(rows, RowsThrough) else rows
-
-
-def between_samples(rows: Tensor | RowsThrough, index: Tensor) -> Tensor | RowsThrough:
-    """The rows of some samples."""
-    if isinstance(rows, RowsThrough):
-        return RowsThrough(rows.columns.index_select(1, index), rows.jacobian)
-    return rows.index_select(1, index)
