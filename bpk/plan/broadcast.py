@@ -6,7 +6,7 @@ by side: one pass of autograd brings those of all samples, where row by row woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from bpk.plan.broadcast_places import Spread, SpreadPlaces
 from bpk.plan.graph import Source, gradient_edge, pull_columns
 from bpk.plan.row_products import ALL
 from bpk.plan.samples.rows import along_rows
-from bpk.plan.spread_rows import Piece, SpreadRows
+from bpk.plan.spread_rows import SpreadRows
 
 BASE = 16
 """How many powers of two tell rows from each other in one test."""
@@ -77,11 +77,6 @@ class BroadcastRows:
             return {}
         some = ALL if samples is None else samples
         return self.spread.rows(self.pull(self.spread.uses, mat), len(mat), mat.dtype, some)
-
-    def pieces(self, mat: Tensor, samples: Tensor | None) -> Iterator[Piece]:
-        """The same of all samples or of some, a few at a time."""
-        if self.places:
-            yield from self.spread.pieces(self.pull(self.spread.uses, mat), mat.dtype, samples)
 
 
 class AtFunction(BroadcastRows):

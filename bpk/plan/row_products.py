@@ -114,6 +114,25 @@ class Weight(RowProduct):
         alpha = engine.saved(self.node, "alpha") if len(self.node.next_functions) == 3 else 1
         return found if alpha == 1 else found * alpha
 
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The shape of the product."""
+        return tuple(engine.output_shapes(self.node)[0])
+
+    @property
+    def output_axis(self) -> int:
+        """The axis of the operand along which the outputs are."""
+        return int(self.is_right)
+
+    def has_outputs(self, count: int) -> bool:
+        """Whether it is a matrix of real numbers that is multiplied with one row of each of so many samples."""
+        real = not engine.kind_of_output(self.node, 0)[1].is_complex
+        return real and len(self.shape) == 2 and self.result[self.axis] == count
+
+    def columns(self, grad: Tensor) -> Tensor:
+        """Columns `[V, N, outputs]` of columns `[V, *result]`, where that is so."""
+        return grad if self.is_right else grad.mT
+
 
 class AddedVector(RowProduct):
     """What is added to each row of a product of matrices."""

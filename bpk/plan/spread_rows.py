@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,22 @@ class SpreadRows:
     ) -> None:
         self.params, self.places, self.count, self.device = params, places, count, device
         self.bottlenecks: dict[Edge, ParameterBottleneck] = {}
+        self.outputs: dict[Spread, dict[int, Tensor]] = {}
+        """What has been found of entries that belong to single outputs (see `by_output.py`)."""
+
+    def without(self, some: Collection[int]) -> SpreadRows:
+        """The same without some of the parameters."""
+        if not some:
+            return self
+        places = {k: uses for k, uses in self.places.items() if k not in some}
+        rest = SpreadRows(self.params, places, self.count, self.device)
+        rest.bottlenecks = self.bottlenecks
+        return rest
+
+    @property
+    def room(self) -> int:
+        """How many numbers a piece has."""
+        return PIECE if self.device.type == "cpu" else MEMORY
 
     @property
     def uses(self) -> list[Spread]:
@@ -71,9 +87,10 @@ class SpreadRows:
 
         What passes something smaller is not taken apart.
         """
+        if not self.places:
+            return
         columns = next((len(mat) for mat in arrived.values() if mat is not None), 0)
-        rows, size = self.count if samples is None else len(samples), self.size
-        room = PIECE if self.device.type == "cpu" else MEMORY
+        rows, size, room = self.count if samples is None else len(samples), self.size, self.room
         if columns * rows * size <= room or any(self.narrows(uses, columns * rows) for uses in self.places.values()):
             yield Piece(ALL, ALL, self.rows(arrived, columns, dtype, ALL if samples is None else samples))
             return

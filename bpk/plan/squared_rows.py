@@ -83,6 +83,14 @@ class SquaredRows:
         else:
             total[here] += torch.einsum("vb,vbd->bd", weights.to(squares), squares)
 
+    def add_scaled(self, k: int, rows: Tensor, factors: Tensor, numbers: Tensor, here: slice) -> None:
+        """Add squares of rows `[B, *p]`, each entry times the factor `[B, F]` of its number, which may be broadcast."""
+        shape, rows = rows.shape[1:], wide(rows)
+        total = self.total(k, shape, rows)
+        for row, known, n in zip(rows, factors.to(rows.dtype), range(here.start, here.stop), strict=True):
+            goal = total[n if self.of is Of.SAMPLES else 0].view(shape)
+            goal.addcmul_(row * known[numbers], row)
+
     def result(self, k: int, dtype: torch.dtype) -> Tensor:
         """The sum: `[*p]`, `[N, *p]` or `[N]`."""
         total, shape = self.totals[k].to(dtype), self.shapes[k]

@@ -21,6 +21,7 @@ from bpk.jacobians.core.call import Call, index_of
 from bpk.jacobians.core.rows_through import RowsThrough, materialised
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.broadcast import BroadcastRows
+from bpk.plan.by_output import OutputSquares
 from bpk.plan.graph import Source
 from bpk.plan.parts import in_parts
 from bpk.plan.samples.rows import over_batch
@@ -28,6 +29,10 @@ from bpk.plan.squared_rows import Of, SquaredRows
 
 KEPT = 8
 """Up to how many times larger than columns rows of all parameters are kept with them."""
+
+
+JOINED = 1 << 22
+"""How many numbers of columns are looked at together."""
 
 
 class Squared(NamedTuple):
@@ -161,20 +166,26 @@ class StretchCall(Call):
         mats = [mat[None] for mat in mats] if of is Of.NORMS else mats
         totals, first, add_up = SquaredRows(of, mats[0].shape[1]), 0, self.adding_up()
         chosen = None if self.samples is None else index_of(self.samples, mats[0].device)
-        for mat in mats:
+        broadcast = self.spread(mats[0])
+        by_output = OutputSquares(broadcast.spread, sum(map(len, mats)), chosen)
+        spread = broadcast.spread.without(by_output.served)
+        rest = [k for k in range(len(self.source.trained)) if k not in broadcast.places]
+        places = self.places_by_sample(mats[0]) if rest else []
+        for mat in joined(mats):
             full, part = over_batch(mat, self.samples, self.output.shape[0]), slice(first, first + len(mat))
             scale, first = None if weights is None else weights[part], part.stop
-            for columns, here, rows in self.spread(mat).pieces(full, chosen):
+            arrived = broadcast.pull(broadcast.spread.uses, full) if broadcast.places else {}
+            by_output.add(arrived, scale)
+            for columns, here, rows in spread.pieces(arrived, mat.dtype, chosen):
                 totals.add(rows, here, None if scale is None else scale[columns, here])
                 add_up(rows)
-            rest = [k for k in range(len(self.source.trained)) if k not in self.spread(mat).places]
-            places = self.places_by_sample(mat) if rest else []
             for (_, n), found in zip(places, self.one_by_one(full, rest, (rows for rows, _ in places)), strict=True):
                 rows = {k: x[:, None] for k, x in found.items()}
                 totals.add(rows, slice(n, n + 1), None if scale is None else scale[:, n : n + 1])
                 add_up(rows)
             if not places:
                 totals.add({k: mat.new_zeros(len(mat), 0, *self.params[str(k)].shape) for k in rest}, slice(0), None)
+        by_output.finish(totals)
         kinds = {k: torch.promote_types(mats[0].dtype, self.params[str(k)].dtype) for k in totals.totals}
         return {str(k): totals.result(k, kind) for k, kind in kinds.items()}
 
@@ -207,6 +218,17 @@ class StretchCall(Call):
             return None
         each = [torch.arange(self.n, device="cpu") if samples is None else samples for samples in found]
         return [[(samples == k).nonzero()[:, 0] for k in range(self.n)] for samples in each]
+
+
+def joined(mats: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Blocks of columns one after the other, small ones together."""
+    group: list[Tensor] = []
+    for mat in mats:
+        if group and sum(each.numel() for each in group) + mat.numel() > JOINED:
+            yield torch.cat(group) if len(group) > 1 else group[0]
+            group = []
+        group.append(mat)
+    yield torch.cat(group) if len(group) > 1 else group[0]
 
 
 def at_rows(mat: Tensor, rows: Tensor) -> Tensor:

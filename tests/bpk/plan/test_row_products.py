@@ -47,6 +47,16 @@ MASK = (torch.arange(D * D).reshape(D, D) % 3 > 0).double()
 PRODUCTS: dict[str, Function] = {
     "masked": lambda x, w, b: F.linear(x, w * MASK, b),
     "masked, without positions": lambda x, w, b: F.linear(x[:, 0], w * MASK, b)[:, None],
+    "normalised, without positions": lambda x, w, b: F.linear(x[:, 0], w / w.norm(dim=1, keepdim=True), b.exp())[
+        :, None
+    ],
+    "standardised, turned, without positions": lambda x, w, b: (
+        x[:, 0] @ ((w - w.mean(0)) / w.std(0)) + x[:, 1] @ w.sin().mT
+    )[:, None],
+    "softmax, on the left, without positions": lambda x, w, b: (w.softmax(1) @ x[:, 0].mT).mT[:, None] * b,
+    "of all entries, without positions": lambda x, w, b: F.linear(x[:, 0], w / w.norm(), b)[:, None],
+    "low rank, without positions": lambda x, w, b: F.linear(x[:, 0], w[:, :2] @ w[:, 2:].mT, b)[:, None],
+    "of two, without positions": lambda x, w, b: F.linear(x[:, 0], w * b[:, None].exp(), b)[:, None],
     "normalised": lambda x, w, b: F.linear(x, w / w.norm(dim=1, keepdim=True), b.exp()),
     "standardised": lambda x, w, b: F.linear(x, (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True)),
     "low rank": lambda x, w, b: F.linear(x, w[:, :2] @ w[:, 2:].mT, b),
