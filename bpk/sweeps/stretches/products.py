@@ -69,6 +69,20 @@ class StretchProducts:
         known = zip(found, self.gradients[first:], strict=False)
         return [g.new_zeros(len(columns[0]), *g.shape) if mat is None else in_parts(mat) for mat, g in known]
 
+    def pull_units(self, ends: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """One column for each number in `ends`, back to the beginnings from number `first` on.
+
+        Each end gets columns with memory of their own: torch refuses to look at pairs of numbers as complex ones where
+        they begin at an odd place, as those of an end do that others of odd size stand in front of in one tensor.
+        """
+        sizes = [end.numel() for end in ends]
+        units = torch.eye(sum(sizes), dtype=ends[0].dtype, device=ends[0].device).split(sizes, 1)
+        columns = [u.reshape(-1, *end.shape).to(end.dtype).contiguous() for u, end in zip(units, ends, strict=True)]
+        known = [(end, mats) for end, mats in zip(ends, columns, strict=True) if end.requires_grad]
+        if not known:
+            return [g.new_zeros(sum(sizes), *g.shape) for g in self.gradients[first:]]
+        return self.pull([end for end, _ in known], [mats for _, mats in known], first)
+
     @property
     def of_trained(self) -> list[torch.Size]:
         """The shapes of the parameters."""
@@ -135,11 +149,7 @@ class StretchProducts:
         with torch.enable_grad():
             seen = [port.one_to_rule(g) for port, g in zip(exits, gradients, strict=False)]
             own = [filled(g[rows], size, 0) for g, rows, size in zip(seen, at, most, strict=True)]
-            flat = torch.cat([g.flatten() for g in (*own, *gradients[len(own) :])])
-        unit = torch.eye(len(flat), dtype=flat.dtype, device=flat.device)
-        if not flat.requires_grad:
-            return torch.zeros_like(unit)
-        full = self.pull((flat,), (unit,))
+        full = self.pull_units([*own, *gradients[len(own) :]])
         parts = [port.to_rule(mat) for port, mat in zip(exits, full, strict=False)]
         targets = [filled(mat[:, rows], size, 1) for mat, rows, size in zip(parts, at, most, strict=True)]
         return torch.cat([mat.reshape(len(mat), -1) for mat in (*targets, *full[len(targets) :])], 1)

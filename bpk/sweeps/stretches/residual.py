@@ -231,11 +231,7 @@ class StretchResidual(StretchProducts):
         for n in range(len(self.grad)):
             of_sample = torch.zeros_like(self.grad)
             of_sample[n] = self.grad[n]
-            own = self.pulled(of_sample)[len(self.shapes) :]
-            with torch.enable_grad():
-                flat = torch.cat([g.flatten() for g in own])
-            unit = torch.eye(size, dtype=flat.dtype, device=flat.device)
-            found = self.pull((flat,), (unit,), len(self.shapes)) if flat.requires_grad else [torch.zeros_like(unit)]
+            found = self.pull_units(self.pulled(of_sample)[len(self.shapes) :], len(self.shapes))
             dense.append(torch.cat([mat.reshape(size, -1) for mat in found], 1))
         vectors, signs = factor(torch.stack(dense), balanced)
         nothing = [vectors.new_zeros(()).expand(len(vectors), *shape) for shape in self.shapes]

@@ -105,3 +105,22 @@ def test_moduli_of_zero_have_products() -> None:
         p = model.get_parameter(name)
         torch.testing.assert_close(p.hmp(torch.eye(4, dtype=p.dtype)), ref.hessian(name))
         torch.testing.assert_close(p.diag_h, ref.diag_h(name))
+
+
+class Pairs(nn.Module):
+    """Complex numbers as pairs of real ones, as state space models have them, beside an odd number of real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.pairs = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3, 2))
+        self.layer, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x).mul(self.steps.exp()).sigmoid()
+        return self.head((x * torch.view_as_complex(self.pairs).exp()).abs())
+
+
+def test_pairs_of_numbers_begin_at_even_places() -> None:
+    """Torch refuses to look at others as complex ones: also in columns of the second derivative of several tensors."""
+    model, x, y = Pairs().double(), rand(3, 4), torch.randint(3, (3,))
+    bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.PCHMP(), E.DiagHessian(), raise_on_error=True)
