@@ -149,9 +149,9 @@ class Layers:
         matter = {id(x) for x, g in zip(live, gradients_of(value, live), strict=True) if g is not None}
         for side in sides:
             side.uses = [(rows, outputs) for rows, outputs in side.uses if any(id(x) in matter for x in outputs)]
-        self.used_elsewhere = self.inside | {
-            name for name, found in self.functions.made.items() if any(id(x) in matter for x in found)
-        }
+        self.used_elsewhere = self.inside | self.functions.transformed
+        found_in = self.functions.made.items()
+        self.used_elsewhere |= {name for name, found in found_in if any(id(x) in matter for x in found)}
         if any(id(x) in matter for x in self.functions.gradients):
             self.used_elsewhere.update(self.sides)
         self.functions.made.clear()

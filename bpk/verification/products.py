@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from bpk.jacobians.core.conversion import name_of, signature_of
+from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.nested import tensors_in
 from bpk.verification.problem import with_tensors
 from bpk.verification.product import Product, as_matrix, kept
@@ -27,7 +28,8 @@ class Functions(TorchFunctionMode):
 
     `names` says by `id` which parameters. Products go to `multiply`, which may put something else in the place of the
     result; `made` has the results of all other functions by the parameter's name. `gradients` are those that the
-    forward pass has asked for: they may depend on any parameter in other ways.
+    forward pass has asked for: they may depend on any parameter in other ways. Parameters that are used within a
+    transform of `torch.func` are `transformed`.
     """
 
     def __init__(self, names: Mapping[int, str], multiply: Callable[[Product, Tensor], Tensor]) -> None:
@@ -37,6 +39,7 @@ class Functions(TorchFunctionMode):
         self.transposed: list[tuple[Tensor, Tensor]] = []
         self.made: dict[str, list[Tensor]] = {}
         self.gradients: list[Tensor] = []
+        self.transformed: set[str] = set()
         self.depth = 0
 
     def known(self, module: nn.Module) -> list[RemovableHandle]:
@@ -61,6 +64,9 @@ class Functions(TorchFunctionMode):
         inputs = tensors_in([*args, *kwargs.values()]) if self.depth == 0 else []
         before = {x.grad_fn for x in inputs}
         result = func(*args, **kwargs)
+        if inputs and is_transformed():  # what a transform of `torch.func` makes has no graph yet
+            self.transformed |= {self.names[id(param)] for x in inputs if (param := self.origin(x)) is not None}
+            return result
         if func is torch.autograd.grad:
             self.gradients += [x for x in tensors_in(result) if x.requires_grad]
         if name_of(func) in TRANSPOSITIONS and inputs and id(args[0]) in self.names and is_transpose(result, args[0]):
