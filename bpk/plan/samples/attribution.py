@@ -20,6 +20,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.checking import check_hypothesis
 from bpk.plan.samples.findings import AllSamplesInside, LastResort, NotInFront
 from bpk.plan.samples.given import (
+    alternate,
     axis_of_data,
     is_of_data,
     is_told,
@@ -27,7 +28,7 @@ from bpk.plan.samples.given import (
     rows_in_order,
     with_last_call,
 )
-from bpk.plan.samples.hypotheses import hypotheses, mixed, numberings
+from bpk.plan.samples.hypotheses import are_joined, hypotheses, mixed, numberings
 from bpk.plan.samples.picked import picked_rows
 from bpk.plan.samples.sequences import in_order_of_data, possible_numbers, rows_as_packed
 from bpk.plan.sources import Sources
@@ -50,7 +51,7 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> Found:
     require_rows(root, sources)
     picked = cache(partial(picked_rows, root, above, sources))
     calls = with_last_call(root, above)
-    known = any(axis_of_data(record) is not None for record in calls)
+    known = any(axis_of_data(record) is not None for record in calls) and not are_joined(calls, root.batch_size)
     trials = [Trials(root, above, sources, picked, laid_out) for laid_out in ((True, False) if known else (False,))]
     refusal: UnsupportedLayer | LastResort | None = None
     for each in trials:
@@ -140,6 +141,8 @@ class Trials:
                     rows = self.test(numbers, n, movable)
                     if fewer:
                         self.require_complete(rows, n)
+                    if n == root.batch_size and not self.told and alternate(calls, rows):
+                        raise mixed(f"those of '{root.path}' are as many for each sample as calls see it")
                     return n, rows
                 except UnsupportedLayer as error:
                     self.put_back()

@@ -8,7 +8,7 @@ from torch import Tensor
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.decoding import decode, digits, is_reached
 from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort, NotInFront, SamplesInside, numbers_of
-from bpk.plan.samples.given import follows_data, is_given_data, is_laid_out_like_given, is_of_data
+from bpk.plan.samples.given import follows_data, is_given_data, is_laid_out_like_given, is_like_one_of, is_of_data
 from bpk.plan.samples.hypotheses import (
     are_pieces,
     has_no_axis,
@@ -178,7 +178,9 @@ def may_be_table(record: Record, rows: Tensor, n: int) -> bool:
     Other samples than those of its rows may read positions as well, and have no gradient here (dropped, at a point of
     rest).
     """
-    return is_given_numbers(record) and record.batch_size != n and len(rows[rows >= 0].unique()) < n
+    if not is_given_numbers(record) or record.batch_size == n or is_like_one_of(record, n):
+        return False
+    return len(rows[rows >= 0].unique()) < n
 
 
 def is_given_numbers(record: Record) -> bool:

@@ -149,6 +149,35 @@ def is_laid_out_like_given(record: Record, n: int) -> bool:
     return seen in [given[:2] for given in record.given] and len(seen) == min(2, max(map(len, record.given)))
 
 
+def are_words(given: Sequence[torch.Size]) -> bool:
+    """Whether a model may have been given sentences, each as its words; those of a single word are not noted."""
+    return len(given) > 1 and all(len(shape) == 1 for shape in given)
+
+
+def is_like_one_of(record: Record, n: int) -> bool:
+    """Whether a call sees as much as one of the `n` tensors that the model was given, one for each sample: a sentence.
+
+    Each sample has calls of its own then, which are of no other.
+    """
+    seen = [size for size in record.inputs[0].shape if size != 1]
+    alike = any(seen == [size for size in shape if size != 1] for shape in record.given)
+    return alike or not seen if are_words(record.given) else alike and len(record.given) == n
+
+
+def alternate(records: Iterable[Record], rows: Mapping[Record, Tensor]) -> bool:
+    """Whether each of several samples of a call that knows its batch axis would be next to those of other calls.
+
+    They are the same samples then, seen several times: rows `[N, K]`, as one axis, of `K` calls.
+    """
+    parts = [record for record in records if record.knows_batch and record in rows]
+    for record in parts:
+        calls = sum(other.module is record.module for other in parts)
+        found, number = rows[record].cpu(), torch.arange(record.batch_size, device="cpu")
+        if calls > 1 and record.batch_size > 1 and torch.equal(found, found[0] + calls * number):
+            return True
+    return False
+
+
 def axis_of_data(record: Record) -> int | None:
     """Along which axis a call has the samples of data, as far as that can be seen where shapes do not tell.
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.graph import VIEWS
-from bpk.plan.samples.given import free_axes, is_given_data, is_told
+from bpk.plan.samples.given import are_words, free_axes, is_given_data, is_told, known_sizes
 from bpk.plan.sources import Sources
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.nodes import leaf_of
@@ -33,7 +33,7 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     if root.batch_size > 1 and not may_be_one_sample(above):
         sizes = [n for n in sizes if n != 1]
     axes = axes_of_one_row(above)
-    if axes and not one_by_one(root, above):
+    if axes and not (one_by_one(root, above) or are_joined(above, root.batch_size)):
         sizes = sorted({1, *axes.intersection(sizes)}, reverse=True)
     last = [n for n in sizes if n == 1 and any(r.binding.axes and r.batch_size > 1 for r in above)]
     sizes = [n for n in sizes if n not in last]
@@ -64,6 +64,23 @@ def are_listed(above: Iterable[Record], n: int) -> bool:
         if not read or any(often[module] == n for module in read):
             return True
     return False
+
+
+def are_joined(above: Sequence[Record], n: int) -> bool:
+    """Whether `n` samples may have been given in parts, to calls of a model, or in a list to one.
+
+    Each layer that knows its batch axis sees all of them then, or each call of it some: one sentence after the other
+    (`torch.cat([model(x) for x in sentences])`), or those of each length (`model([short, long])`).
+    """
+    if {sum(sizes) for sizes in known_sizes(above) if any(size % n for size in sizes)} != {n}:
+        return False
+    given = list({id(record.given): record.given for record in above if record.given}.values())
+    if len(given) != 1:
+        reading = {id(record.given) for record in above if is_given_data(record)}
+        return sum(shapes[0][0] for shapes in given if shapes[0] and (not reading or id(shapes) in reading)) == n
+    if are_words(given[0]):
+        return True
+    return len(given[0]) == n or (len(given[0]) > 1 and sum(shape[0] for shape in given[0] if shape) == n)
 
 
 def may_be_one_sample(above: list[Record]) -> bool:
@@ -120,13 +137,13 @@ def has_axis(record: Record, n: int) -> bool:
 def numbers_of_samples(root: Record, above: Iterable[Record]) -> list[int]:
     """Hypotheses about `N`: the rows of the root, or fewer; layers that know their batch axis have multiples of it.
 
-    Where the model was given as many samples as the root has rows, such layers may have been given some of them.
+    Such layers may have been given some of them, where the model was given as many samples as the root has rows.
     """
     records = list(above)
     known = {record.batch_size for record in records if record.knows_batch}
     counted = [r for r in records if r.params and r.batch_size < root.batch_size and not is_given_parameters(r)]
     rows = {r.batch_size for r in counted} | {root.batch_size} | known | set().union(*map(behind_first_axis, records))
-    told = is_told(root, records)
+    told = is_told(root, records) or are_joined(records, root.batch_size)
     found = [n for n in rows if n and (all(k % n == 0 for k in known) or (told and n == root.batch_size))]
     if not found:
         raise mixed(f"layers that know their batch axis have batches of {sorted(known)}, which are no samples")

@@ -1,0 +1,114 @@
+"""A batch given in parts to layers that know their batch axis: one sentence after the other, or length by length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import bpk
+from bpk import extensions as E
+from tests.references.hessian_diagonals import of_loss
+
+Parts = Sequence[Tensor]
+
+
+class Sentences(nn.Module):
+    """Classifies what a recurrent layer has made of words or of vectors; of a list, one tensor after the other."""
+
+    def __init__(self, words: bool = False, alone: bool = False) -> None:
+        super().__init__()
+        self.first: nn.Module = nn.Embedding(7, 2) if words else nn.Linear(2, 2)
+        self.rnn, self.head, self.alone = nn.GRU(2, 3, batch_first=True), nn.Linear(3, 3), alone
+
+    def forward(self, parts: Tensor | Parts) -> Tensor:
+        each = [parts] if isinstance(parts, Tensor) else parts
+        hidden = [self.first(part[None] if self.alone else part) for part in each]
+        return self.head(torch.cat([self.rnn(h)[0][:, -1] for h in hidden]))
+
+
+class Attentive(nn.Module):
+    """The same with attention, and each call is of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(2, 1, batch_first=True), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return self.head((x + self.attention(x, x, x)[0]).mean(1))
+
+
+class Joined(nn.Module):
+    """Calls a model for each part, and joins what it says: as the loop of a training step does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, parts: Parts) -> Tensor:
+        return torch.cat([self.model(part) for part in parts])
+
+
+def vectors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def words(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randint(7, shape) for shape in shapes]
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
+    "calls of one": (lambda: Joined(Sentences()), lambda: vectors((1, 2, 2), (1, 3, 2), (1, 1, 2))),
+    "calls of one, alike": (lambda: Joined(Sentences()), lambda: vectors(*[(1, 3, 2)] * 3)),
+    "calls of one, with attention": (lambda: Joined(Attentive()), lambda: vectors((1, 2, 2), (1, 3, 2), (1, 1, 2))),
+    "calls of one, with words": (lambda: Joined(Sentences(words=True)), lambda: words((1, 2), (1, 3), (1, 2))),
+    "calls of two": (lambda: Joined(Sentences()), lambda: vectors((2, 3, 2), (2, 3, 2))),
+    "calls of two, with attention": (lambda: Joined(Attentive()), lambda: vectors((2, 3, 2), (2, 4, 2))),
+    "calls of one and two": (lambda: Joined(Sentences()), lambda: vectors((1, 3, 2), (2, 3, 2))),
+    "a list": (lambda: Sentences(alone=True), lambda: vectors((2, 2), (3, 2), (1, 2))),
+    "a list, alike": (lambda: Sentences(alone=True), lambda: vectors(*[(3, 2)] * 4)),
+    "a list of words": (lambda: Sentences(words=True, alone=True), lambda: words((2,), (3,), (1,), (4,))),
+    "a list of words, alike": (lambda: Sentences(words=True, alone=True), lambda: words(*[(2,)] * 3)),
+    "a list of lengths": (lambda: Sentences(), lambda: vectors((2, 3, 2), (2, 4, 2))),
+    "a list of one and two": (lambda: Sentences(), lambda: vectors((1, 3, 2), (2, 4, 2))),
+}
+"""A model, and the parts that it is given."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("error:.*rows", "ignore:.*generic way")
+def test_rows_are_samples(name: str) -> None:
+    make, data = CASES[name]
+    model, parts = make().double(), data()
+    single = isinstance(model, Sentences) and model.alone
+    alone = parts if single else [part[[k]] for part in parts for k in range(len(part))]
+    y = torch.arange(len(alone)) % 3
+    losses = [cross_entropy(model([x]), y[[n]]) / len(y) for n, x in enumerate(alone)]
+    gradients = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    diagonals = [of_loss(model, loss) for loss in losses]
+
+    extended = model.model if isinstance(model, Joined) else model
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    bpk.extend(extended)
+    with bpk.backpack(E.BatchGrad(), E.BatchDiagHessian(), E.SqrtGGNExact(), E.DiagGGNExact()):
+        loss_fn(model(parts), y).backward()
+    for k, p in enumerate(model.parameters()):
+        torch.testing.assert_close(p.grad_batch, torch.stack([of_sample[k] for of_sample in gradients]))
+        torch.testing.assert_close(p.diag_h_batch, torch.stack([of_sample[k] for of_sample in diagonals]))
+        torch.testing.assert_close(p.sqrt_ggn_exact.square().sum((0, 1)), p.diag_ggn_exact)
+
+
+def test_calls_that_alternate_are_of_the_same_samples() -> None:
+    """Rows `[N, K]` of `K` frames, as one axis: the samples are those that each call sees."""
+    model, loss_fn = bpk.extend(Sentences().double()), bpk.extend(nn.CrossEntropyLoss())
+    frames, y = vectors((3, 4, 2), (3, 4, 2)), torch.randint(3, (3, 2))
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(torch.stack([model(x) for x in frames], 1).flatten(0, 1), y.flatten()).backward()
+    for n in range(3):
+        loss = cross_entropy(torch.cat([model(x[[n]]) for x in frames]), y[n]) / 3
+        for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            torch.testing.assert_close(p.grad_batch[n], grad)
