@@ -90,7 +90,7 @@ class FirstOrder:
         """Hand the gradient at the output of a call to its parameters, which it `alone` uses or not, for each sweep."""
         take = self.parameters.conclude if alone else self.parameters.collect
         rows, n = self.attribution.of(record)
-        if call.drawn is not None or rule.captures_for_gradients:
+        if call.drawn is not None:
             with connected(record, call, engine.current_node()):
                 rule.capture(call)
         for key, sweep in sweeps.items():

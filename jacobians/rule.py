@@ -115,9 +115,6 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
         """
         return False
 
-    captures_for_gradients = False
-    """Whether `capture` saves time where quantities of first order alone are asked for: it is called there, too."""
-
     def acts_on(self, call: Call) -> int | None:
         """How many trailing axes the layer looks at; the batch axis may be any before (`None`: must be the first)."""
         return None

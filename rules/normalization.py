@@ -9,25 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bpk.jacobians.core.call import Call, Options, once
+from bpk.jacobians.core.call import Call, Options
 from bpk.jacobians.core.conversion import CannotConvert, Conversion, Traced, reading, require_constant
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.example import case
-from bpk.jacobians.core.numeric import is_differentiated, wide, wide_type
+from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.families.autodiff import Autodiff
 from bpk.jacobians.families.normalization import Normalization, trained
 from bpk.jacobians.families.standardize import GroupStatistics, Standardized
 from bpk.jacobians.families.standardize_kernels import ChannelStatistics, FeatureStatistics
 from bpk.jacobians.rule import Rule
-
-KEPT = "statistics"
-"""Under which mean and `1 / std` are kept with a call."""
 
 
 class PerFeature(Normalization):
@@ -71,36 +67,8 @@ class LayerNormRule(PerFeature):
         shape = options.normalized_shape
         return F.layer_norm(inputs[0], shape, params.get("weight"), params.get("bias"), options.eps)
 
-    captures_for_gradients = True
-
-    def capture(self, call: Call) -> None:
-        """Take the mean and the deviation that autograd kept of the same input, instead of computing them again."""
-        if call.saved is None or is_differentiated():
-            return
-        x, seen = call.inputs[0], call.saved("input", as_it_is=True)
-        if seen is None or not seen.is_set_to(x):  # other axes may be in front there, or another precision
-            return
-        kept = [call.saved(name, as_it_is=True) for name in ("result1", "result2")]
-        groups, dtype = x.shape.numel() // max(1, prod(call.options.normalized_shape)), wide_type(x.dtype)
-        found = [part.detach() for part in kept if part is not None and part.numel() == groups and part.dtype is dtype]
-        if len(found) == 2:
-            call.memo(KEPT, lambda: tuple(found))
-
-    def kept(self, call: Call) -> tuple[Tensor, Tensor] | None:
-        """The mean and the deviation that `capture` has taken. They have no graph."""
-        found: tuple[Tensor, Tensor] | None = None if is_differentiated() else call.memo(KEPT, lambda: None)
-        return found
-
-    @once
-    def unit(self, call: Call) -> Tensor:
-        """As of any normalisation. With what autograd has kept, it takes two steps."""
-        known, x = self.kept(call), call.inputs[0]
-        if known is None or known[0].dim() != x.dim():
-            return super().unit(call)
-        return torch.sub(x, known[0]).mul_(known[1]).to(x.dtype)
-
     def statistics(self, call: Call) -> Standardized:
-        return FeatureStatistics(call.inputs[0], self._groups(call), call.options.eps, known=self.kept(call))
+        return FeatureStatistics(call.inputs[0], self._groups(call), call.options.eps)
 
 
 class RMSNormRule(PerFeature):

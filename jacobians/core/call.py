@@ -40,20 +40,19 @@ def of_samples(drawn: Any, index: Tensor) -> Any:
 class Call:
     """One evaluation `output = layer(*inputs; params)` on a batch of `N` samples.
 
-    Axis 0 of every input and of the output is the batch axis. Of a layer with several results, `used` names those
-    that matter; if these are several, `output` holds them flattened, side by side. `options` carries the
-    hyperparameters as attributes (for a module: the module). `pull`, where present, multiplies
-    `[N, *out] -> [N, *in]` with the transposed Jacobian through autograd's own graph; only rules of layers that draw
-    random numbers need it. `saved`, where present, looks up what autograd kept of the forward pass under a name, so
-    that a rule need not compute it again (`as_it_is`: not where a hook would have to bring it back). Both exist during
-    the backward pass only, for `Rule.capture`. `whole` is the call on the whole batch, where this is a part of it; only
-    rules of layers that mix samples need it. `spares` is memory that `empty` and `room` may hand out, flat tensors that
-    nobody else refers to. `drawn`, where the rule asks for it, is the state of the random generators before the call.
-    `sums`, where somebody wants them, takes by parameter the sum over samples of individual gradients that are made
-    anyway.
+    Axis 0 of every input and of the output is the batch axis. Of a layer with several results, `used` names those that
+    matter; if these are several, `output` holds them flattened, side by side. `options` carries the hyperparameters as
+    attributes (for a module: the module). `pull`, where present, multiplies `[N, *out] -> [N, *in]` with the transposed
+    Jacobian through autograd's own graph; only rules of layers that draw random numbers need it. `saved`, where
+    present, looks up what autograd kept of the forward pass under a name, so that a rule need not compute it again.
+    Both exist during the backward pass only, for `Rule.capture`. `whole` is the call on the whole batch, where this is
+    a part of it; only rules of layers that mix samples need it. `spares` is memory that `empty` and `room` may hand
+    out, flat tensors that nobody else refers to. `drawn`, where the rule asks for it, is the state of the random
+    generators before the call. `sums`, where somebody wants them, takes by parameter the sum over samples of individual
+    gradients that are made anyway.
     """
 
-    saved: Callable[..., Tensor | None] | None = None
+    saved: Callable[[str], Tensor | None] | None = None
     spares: list[Tensor] | None = None
     drawn: RandomState | None = None
     sums: dict[str, Tensor] | None = None

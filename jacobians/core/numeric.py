@@ -56,11 +56,6 @@ def wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALF else x
 
 
-def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in."""
-    return torch.float32 if dtype in HALF else dtype
-
-
 @cache
 @torch.inference_mode(False)
 def no_number(dtype: torch.dtype, device: torch.device) -> Tensor:

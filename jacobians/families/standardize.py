@@ -75,33 +75,23 @@ class FixedStatistics(Standardized):
 class GroupStatistics(Standardized):
     """Mean and variance over groups: the entries of a sample, in order, are cut into `groups` equal parts.
 
-    Without `centred`, the mean is not subtracted and the variance is the mean square. Mean and `r` of each group may be
-    `known`, where no graph is built.
+    Without `centred`, the mean is not subtracted and the variance is the mean square.
     """
 
-    def __init__(
-        self, x: Tensor, groups: int, eps: float, centred: bool = True, known: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def __init__(self, x: Tensor, groups: int, eps: float, centred: bool = True) -> None:
         self.shape, self.dtype = x.shape, x.dtype
         self.groups = groups
         self.centred = centred
         self.source = wide(self.fold(x[None])[0])  # [B, D]
         self.size = self.source.shape[1]
         self.divisor = max(1, self.size)
-        if known is not None:
-            self.mean, self.rstd = (part.view(-1, 1) for part in known)
-        elif centred and not is_differentiated():
+        if centred and not is_differentiated():
             one, zero = self.source.new_ones(self.size), self.source.new_zeros(self.size)  # twice as fast as without
             self.unit, self.mean, self.rstd = torch.native_layer_norm(self.source, [self.size], one, zero, eps)
         else:
             moved = self.project(self.source)
             self.rstd = (moved.square().mean(1, keepdim=True) + eps).rsqrt()
             self.unit = moved * self.rstd
-
-    @cached_property
-    def unit(self) -> Tensor:
-        """`x̂` as rows `[B, D]`: computed where it is asked for, if mean and deviation were known."""
-        return torch.sub(self.source, self.mean).mul_(self.rstd)
 
     @cached_property
     def values(self) -> Tensor:  # type: ignore[override]

@@ -82,10 +82,8 @@ class SavedInside:
         found = [node for node in inside if name_of(type(node)) in MASKS and names_of_call(node)]
         return found[0] if len(found) == 1 else None
 
-    def __call__(self, name: str, as_it_is: bool = False) -> Tensor | None:
-        """A tensor; where it has to be `as_it_is`, none that a hook would have to bring back."""
-        if as_it_is:  # what is kept as it is has such a name, and no checkpoint has dropped it
-            return engine.saved(self.node, name) if engine.keeps_tensor(self.node, name) else None
+    def __call__(self, name: str) -> Tensor | None:
+        """A tensor."""
         kept = engine.saved_tensor(self.node, name)
         return kept if kept is not None or self.kernel is None else engine.saved_tensor(self.kernel, name)
 
