@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.numeric import (
-    CACHE,
     chunks,
     is_differentiated,
     linear,
@@ -99,14 +98,7 @@ def gram(x: Tensor, spare: Tensor | None = None) -> Tensor:
     """`x x^T` `[I, I]` of a matrix `[I, K]`, maybe in `spare` memory: other memory can take longer than the product."""
     if triangle_pays(x):
         return sum_of_grams((x,), len(x), x, spare)
-    rows = len(x)
-    step = rows if is_differentiated() or x.device.type != "cpu" else 4 * CACHE // max(1, rows)
-    if rows <= step:
-        return linear(x, x) if spare is None else torch.mm(x, x.T, out=spare)
-    into = x.new_empty(rows, rows) if spare is None else spare
-    for some in slices(rows, max(1, step)):  # products stay in cache until they are where they belong
-        into[some] = linear(x[some], x)
-    return into
+    return linear(x, x) if spare is None else torch.mm(x, x.T, out=spare)
 
 
 def sum_of_grams(matrices: Iterable[Tensor], rows: int, like: Tensor, spare: Tensor | None = None) -> Tensor:

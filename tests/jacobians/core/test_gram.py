@@ -27,14 +27,17 @@ def test_a_triangle_is_computed() -> None:
     assert not gemm.triangle_pays(torch.empty(400, 2100))  # a graph is built
 
 
-def test_in_spare_memory() -> None:
+@pytest.mark.parametrize(("rows", "length"), [(300, 2100), (1200, 30)])
+def test_in_spare_memory(rows: int, length: int) -> None:
+    """With and without a triangle, and in new memory."""
     torch.manual_seed(0)
-    x = torch.randn(2100, 300).double()
-    spare = torch.full((300, 300), torch.nan).double()
+    x = torch.randn(length, rows).double()
+    spare = torch.full((rows, rows), torch.nan).double()
     with torch.no_grad():
-        found = gemm.gram(x.T, spare)
+        found, new = gemm.gram(x.T, spare), gemm.gram(x.T)
     assert found is spare
     torch.testing.assert_close(found, x.T @ x)
+    torch.testing.assert_close(new, found)
 
 
 def test_no_matrices() -> None:

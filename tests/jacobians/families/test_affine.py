@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.jacobians.convolution import moments
-from bpk.jacobians.core import cost, gemm, norms, squares
+from bpk.jacobians.core import cost, gemm, norms, numeric, squares
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import RuleError
 from bpk.jacobians.families.autodiff import Autodiff
@@ -80,7 +80,7 @@ def test_moment_of_patches_with_shared_rows(
     layer: nn.Module, shape: tuple[int, ...], shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moments, "ASSEMBLING", (-1 if shared else 1) << 40)
-    monkeypatch.setattr(gemm, "CACHE", 1 << 10)  # several samples, and several rows of the result, at a time
+    monkeypatch.setattr(numeric, "CACHE", 1 << 10)  # one sample at a time
     rule, call = prepare(layer, shape, torch.float64)
     patches = rule.patches(call)  # type: ignore[attr-defined]
     with torch.no_grad():
