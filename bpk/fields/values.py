@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bpk.fields.sizes import different_sizes, require_same_samples, require_same_size
 from bpk.fields.statistics import Uses
+from bpk.jacobians.core.nested import mapped
 from bpk.plan.quantity import Quantity
 
 Parts = dict[str, dict[str, Tensor]]
@@ -19,7 +20,7 @@ Parts = dict[str, dict[str, Tensor]]
 def value_of(extension: Quantity, uses: Uses, adds_up: bool = False, keeps: Parts | None = None) -> Any:
     """What an extension makes of the uses of a parameter; says so where batches of different sizes meet.
 
-    What processes will need beside the field is put into `keeps`, in memory that does not change with `.grad`.
+    What processes will need beside the field is put into `keeps`. Nothing is in memory that changes with `.grad`.
     """
     if len(uses.uses) > 1:
         require_same_size(extension, uses)
@@ -30,15 +31,27 @@ def value_of(extension: Quantity, uses: Uses, adds_up: bool = False, keeps: Part
                 keeps[extension.savefield] = parts
             return value
         if keeps is not None and not extension.adds_field:
-            parts, told = extension.statistic(uses), uses.uses[0].call.sums or {}  # autograd takes the sum for `.grad`
-            given = {id(x) for x in (uses.gradient, *told.values()) if x is not None}
-            keeps[extension.savefield] = {name: x.clone() if id(x) in given else x for name, x in parts.items()}
-        return extension.statistic(uses) if adds_up else extension.value(uses)
+            keeps[extension.savefield] = apart_from_grad(extension.statistic(uses), uses)
+        return apart_from_grad(extension.statistic(uses) if adds_up else extension.value(uses), uses)
     except RuntimeError as error:
         sizes = {use.call.batch_size for use in uses.uses if use.samples is None and use.call.inputs}
         if isinstance(error, NotImplementedError) or len(sizes) < 2:
             raise
         raise different_sizes(extension, sizes, uses.param) from error
+
+
+def apart_from_grad(value: Any, uses: Uses) -> Any:
+    """A value in memory of its own, where it has that of the gradient, or of the sum which autograd takes for it."""
+    sums = uses.uses[0].call.sums
+    if uses.gradient is None and not sums:
+        return value
+    taken = {x.untyped_storage().data_ptr() for x in (uses.gradient, *(sums or {}).values()) if x is not None}
+
+    def own(x: Any) -> Any:
+        shared = isinstance(x, Tensor) and x.layout is torch.strided and x.untyped_storage().data_ptr() in taken
+        return x.clone() if shared else x
+
+    return mapped(value, own)
 
 
 class Stacked:
