@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
+from bpk.fields import rows
 from bpk.jacobians.attention import layer as attention_layer
 from bpk.jacobians.attention.weights import LinearInside
 from bpk.jacobians.checks.check import check_rule
@@ -26,6 +27,7 @@ from bpk.jacobians.recurrent.recurrent import Recurrent
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order import structure
 from bpk.rules import REGISTRY
+from bpk.sweeps.columns import run
 from tests.models.networks import Network, all_networks
 from tests.rules.test_rules import readable
 
@@ -199,6 +201,22 @@ class OneOrder(Autodiff):
 def test_check_rule_gives_columns_in_blocks() -> None:
     with pytest.raises(RuleError, match="all columns at once"):
         check_rule(OneOrder(nn.Linear, params=("weight", "bias")), [case(nn.Linear, 3, 3, shape=(2, 3))])
+
+
+def test_rows_of_several_blocks_can_be_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bpk.extend(nn.Sequential(nn.Linear(6, 5), nn.Sigmoid(), nn.Linear(5, 4)).double())
+    x, targets = rand(3, 6).requires_grad_(), torch.tensor([0, 3, 1])
+
+    def slopes() -> list[Tensor]:
+        with bpk.backpack(E.SqrtGGNExact()):
+            bpk.extend(nn.CrossEntropyLoss())(model(x), targets).backward(create_graph=True)
+        total = sum(p.sqrt_ggn_exact.square().square().sum() for p in model.parameters())
+        return list(torch.autograd.grad(total, (x, *model.parameters()), allow_unused=True))
+
+    expected = slopes()
+    for module in (rows, run):
+        monkeypatch.setattr(module, "PIECE", 1)
+    torch.testing.assert_close(slopes(), expected)
 
 
 class Same(E.DiagGGNExact):  # type: ignore[misc]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import bpk
 from bpk.extensions import BatchDiagHessian, DiagHessian
 from tests.helpers import backward, columns_begun, extended
+from tests.references.compare import Assembled
 from tests.references.hessian_diagonals import of_loss, of_samples
 
 CHANNELS, SIZE, CLASSES = 2, 4, 3
@@ -102,7 +103,7 @@ def compare_two_losses(body: nn.Module, features: int) -> None:
     same_sums(model, expected)
 
 
-def compare(model: nn.Sequential, loss_fn: nn.Module, x: Tensor, y: Tensor) -> None:
+def compare(model: nn.Module, loss_fn: nn.Module, x: Tensor, y: Tensor) -> None:
     """Individual Hessian diagonals and their sum against plain autograd."""
     expected = of_samples(model, x, y, loss_fn)
     extended(model, loss_fn)
@@ -122,6 +123,17 @@ def data() -> tuple[Tensor, Tensor]:
 def test_diagonals_are_those_of_autograd(network: str, loss: str) -> None:
     make, targets = LOSSES[loss]
     compare(NETWORKS[network](), make(), data()[0], targets(3))
+
+
+def test_steps_in_front_of_samples() -> None:
+    torch.manual_seed(0)
+    inside = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.MaxPool1d(2), nn.Sigmoid(), nn.Linear(2, 3), nn.SiLU())
+    model = Assembled(
+        lambda self, x: self.head(self.inside(x.transpose(0, 1)).transpose(0, 1).flatten(1)),
+        inside=inside,
+        head=nn.Linear(15, CLASSES),
+    ).double()
+    compare(model, nn.CrossEntropyLoss(), torch.randn(3, 5, 2).double(), torch.tensor([0, 2, 1]))
 
 
 def test_dropout_that_draws() -> None:

@@ -65,6 +65,7 @@ CONVOLUTIONS: dict[str, Callable[[], nn.Sequential]] = {
         nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 8, 2), nn.BatchNorm2d(8), nn.ELU()
     ),
     "curved in between": lambda: ending_with(nn.Conv2d(2, 1, 2), nn.Tanh(), nn.Conv2d(1, 12, 2), nn.SiLU()),
+    "normalised in between": lambda: ending_with(nn.Conv2d(2, 2, 1), nn.GroupNorm(1, 2), nn.Conv2d(2, 8, 2), nn.Tanh()),
     "groups": lambda: ending_with(nn.Conv2d(2, 2, (1, 2), groups=2), nn.Sigmoid(), nn.Conv2d(2, 10, 2), nn.SiLU()),
     "transposed": lambda: ending_with(nn.ConvTranspose2d(2, 2, 2, groups=2), nn.Tanh(), nn.Conv2d(2, 6, 2), nn.SiLU()),
     "around": lambda: ending_with(
@@ -144,6 +145,15 @@ def test_layers_of_sequences(network: str, asked: list[str]) -> None:
     model = nn.Sequential(*layers, nn.Linear(32, 3)).double()
     compare(model, nn.CrossEntropyLoss(), sequences(), torch.tensor([0, 2, 1]))
     assert asked
+
+
+def test_rows_that_are_no_samples_go_by_columns(asked: list[str]) -> None:
+    """The first layer sees each step of a sample as a row."""
+    first = Assembled(lambda self, x: self.own(x.flatten(0, 1)).unflatten(0, x.shape[:2]), own=nn.Linear(2, 2))
+    torch.manual_seed(1)
+    model = nn.Sequential(*spread(first, nn.Tanh()), nn.Linear(32, 3)).double()
+    compare(model, nn.CrossEntropyLoss(), sequences(), torch.tensor([0, 2, 1]))
+    assert not asked
 
 
 @pytest.mark.parametrize("network", [name for name in FUNCTIONS if name != "all entries"])

@@ -28,6 +28,7 @@ LARGE = [
     (lambda: nn.Conv1d(32, 64, 4, padding="same"), (3, 32, 40)),
     (lambda: nn.ConvTranspose2d(32, 16, 3, stride=2), (3, 32, 6, 6)),
     (lambda: nn.Linear(200, 100), (3, 40, 200)),
+    (lambda: nn.Linear(64, 64), (64, 2, 64)),
     (lambda: nn.Linear(400, 300), (5, 400)),
 ]
 
@@ -55,6 +56,7 @@ def test_fast_paths_equal_definitions(layer, shape, dtype: torch.dtype) -> None:
         got = rule.jac_t_mat_prod(call, mat, "weight", sum_batch=False)
         torch.testing.assert_close(got, rows, **close)
         torch.testing.assert_close(rule.squared_sum(call, mat, "weight"), squares.sum((0, 1)), **close)
+        torch.testing.assert_close(rule.squared_sum(call, mat[:1], "weight"), squares[0].sum(0), **close)
         torch.testing.assert_close(rule.squared_sum(call, mat, "weight", weights), weighted.sum((0, 1)), **close)
         torch.testing.assert_close(rule.squared_sum(call, mat, "weight", weights, True), weighted.sum(0), **close)
         torch.testing.assert_close(rule.norm_squared(call, mat[0], "weight"), squares[0].flatten(1).sum(1), **close)
