@@ -295,13 +295,19 @@ def test_derivatives() -> None:
         with bpk.backpack(*extensions):
             loss_fn(net(x).transpose(1, 2), y).backward(create_graph=True)
 
-    measure(E.TokenL2Grad(), E.TokenTraceGGNExact())
+    measure(E.TokenL2Grad(), E.TokenTraceGGNExact(), E.TokenDiagGGNExact())
     weight = model.weight
-    found = torch.autograd.grad(weight.token_l2.square().sum(), weight)[0]
+    found = torch.autograd.grad(weight.token_l2.square().sum(), weight, retain_graph=True)[0]
     each = functional.cross_entropy((x @ weight.T + model.bias).tanh().transpose(1, 2), y, reduction="none") / y.numel()
     rows = [torch.autograd.grad(one, weight, create_graph=True)[0].square().sum() for one in each.flatten()]
     torch.testing.assert_close(found, torch.autograd.grad(torch.stack(rows).square().sum(), weight)[0])
-    assert weight.trace_ggn_exact_token.requires_grad
+    z = (x @ weight.T + model.bias).tanh()
+    p = z.softmax(-1)
+    diagonal = ((p - p.square()) * (1 - z.square()).square())[..., None] * x.square()[:, :, None] / y.numel()
+    for field, expected in ("diag_ggn_exact_token", diagonal), ("trace_ggn_exact_token", diagonal.sum((2, 3))):
+        torch.testing.assert_close(vars(weight)[field], expected)
+        slope = torch.autograd.grad(vars(weight)[field].square().sum(), weight, retain_graph=True)
+        torch.testing.assert_close(slope, torch.autograd.grad(expected.square().sum(), weight, retain_graph=True))
 
 
 @pytest.mark.parametrize("piece", [0, fields_of_tokens.PIECE])
