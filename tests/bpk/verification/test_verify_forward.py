@@ -84,7 +84,7 @@ def test_what_is_not_compared(model: nn.Module, x: Any, verdict: Verdict, why: s
 
 
 def test_a_loss_is_needed_for_extensions() -> None:
-    with pytest.raises(ValueError, match="The loss is a NoneType"):
+    with pytest.raises(ValueError, match="The loss is of type NoneType"):
         bpk.verify(nn.Linear(4, 3), None, torch.randn(2, 4), None, BatchGrad())
 
 
