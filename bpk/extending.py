@@ -64,11 +64,16 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
 
         module = convert_if_possible(module, debug)  # type: ignore[assignment]
     attach(module, "", debug)
+    follow(module)
+    return module
+
+
+def follow(module: nn.Module) -> None:
+    """Note what a model as a whole is given and returns, which tells of samples, and of a loss among its results."""
     mark_whole(module)
     if note_inputs not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(note_inputs, with_kwargs=True)
         module.register_forward_hook(forget_inputs, always_call=True)
-    return module
 
 
 def convert_module_to_backpack(module: nn.Module, debug: bool = False) -> Converted:

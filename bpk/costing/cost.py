@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bpk.context import check_extension
 from bpk.costing.sub_batch import SubBatches, Taken
@@ -89,7 +89,7 @@ class Cost(Tabular):
 
 def cost(
     model: nn.Module,
-    loss: nn.Module,
+    loss: nn.Module | Callable[..., Tensor],
     inputs: Any,
     targets: Any,
     *extensions: BackpropExtension,
@@ -109,7 +109,8 @@ def cost(
 
     Args:
         model: The model, extended or not, in the mode (training, evaluation) that is meant.
-        loss: The loss, a module that returns a scalar.
+        loss: The loss, a module that returns a scalar; or, where the model computes its loss, a function that picks it:
+            `lambda output: output.loss`.
         inputs: A tensor, a tuple of the arguments of `forward`, or a mapping of named ones: a whole batch.
         targets: What the loss takes beside the prediction.
         *extensions: Which quantities.

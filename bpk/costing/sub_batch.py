@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from bpk.backward import Backward
 from bpk.context import backpack, disable
 from bpk.costing.allocated import allocated
-from bpk.extending import attach, check_module
+from bpk.extending import attach, check_module, follow
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain, value_error
 from bpk.jacobians.losses.loss import Loss
@@ -26,6 +26,7 @@ from bpk.recording.membership import parts_of
 from bpk.recording.record import Record
 from bpk.sweeps.columns.column_sweep import ColumnSweep
 from bpk.sweeps.columns.limits import columns_at_a_time
+from bpk.verification.picked import Picked
 from bpk.verification.problem import Arguments, Problem, with_tensors
 
 SECONDS, TIMES = 0.3, 3
@@ -97,9 +98,13 @@ class SubBatches:
         self.problem, self.device, self.clock = problem, device, clock
         check_module(model)
         for path in parts_of(model):
-            attach(problem.model.get_submodule(path), path, False)
-        check_module(problem.loss)
-        attach(problem.loss, "", False)
+            part = problem.model.get_submodule(path)
+            attach(part, path, False)
+            follow(part)
+        if not isinstance(problem.loss, Picked):
+            check_module(problem.loss)
+            attach(problem.loss, "", False)
+            follow(problem.loss)
 
     def first(self, count: int) -> Problem:
         """The problem with its first samples."""

@@ -151,9 +151,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: E.KFLR(mc_samples=3),  # type: ignore[call-arg]
         r"KFLR has no option 'mc_samples'(?s:.*)it takes approximation, subsampling",
     ),
-    "a loss function in cost": (
-        lambda: bpk.cost(nn.Linear(2, 2), nn.functional.mse_loss, torch.ones(2, 2), torch.ones(2, 2)),  # type: ignore[arg-type]
-        "^The loss is a function",
+    "a class of losses in cost": (
+        lambda: bpk.cost(nn.Linear(2, 2), nn.MSELoss, torch.ones(2, 2), torch.ones(2, 2)),  # type: ignore[arg-type]
+        "^The loss is the class MSELoss",
     ),
     "no batch axis": (lambda: bpk.ntk(nn.Linear(2, 2), torch.ones(2)), "This quantity cannot pass layer"),
     "an array": (product_of_an_array, "got ndarray, which is no tensor"),

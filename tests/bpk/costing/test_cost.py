@@ -193,7 +193,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="got the class KFAC"):
         bpk.cost(nn.Linear(4, 3), nn.CrossEntropyLoss(), x, y, E.KFAC)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no module"):
-        bpk.cost(nn.Linear(4, 3), nn.functional.cross_entropy, x, y, E.KFAC())  # type: ignore[arg-type]
+        bpk.cost(nn.Linear(4, 3), nn.CrossEntropyLoss, x, y, E.KFAC())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("pairs", "few"), [(False, (4, 8)), (True, (4, 8, 16))])
@@ -226,3 +226,20 @@ def test_samples_that_are_named_are_in_the_batch() -> None:
     assert 4 * 3 * numbers <= cost["BatchGrad"].kept <= 4.1 * 3 * numbers  # the gradient, and those of two samples
     with pytest.raises(ValueError, match="sample index 64 is out of range"):
         bpk.cost(mlp(), nn.CrossEntropyLoss(), x, y, E.BatchGrad(subsampling=[64]))
+
+
+def test_a_model_that_returns_its_loss() -> None:
+    """The function that picks it is called with what the model returns."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"loss": nn.functional.cross_entropy(self.layer(x), y)}
+
+    batch = {"x": torch.randn(64, 6), "y": torch.randint(3, (64,))}
+    found = bpk.cost(Tagger(), lambda output: output["loss"], batch, None, E.BatchGrad(), E.DiagGGNExact())
+    assert found["DiagGGNExact"].columns == 3
+    assert found["BatchGrad"].kept >= 4 * 64 * (6 * 3 + 3)
