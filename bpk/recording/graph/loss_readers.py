@@ -64,18 +64,17 @@ OF_ENTRIES: dict[str, tuple[type[nn.Module], str, tuple[str, ...]]] = {
 """By function of a prediction and a target of its shape: the layer, what users write, and what its node keeps."""
 
 
-def read_weighted(node: Node, squares: bool) -> Record | None:
+def read_weighted(node: Node, with_terms: bool) -> Record | None:
     """The record of a number that is linear in the logarithms of class probabilities, with any weights.
 
     `(terms * mask).sum() / mask.sum()`, label smoothing, probabilities as targets, a policy gradient: it is a
     cross-entropy whose targets are those weights, which its gradient says. By what means divide is not known then.
-    The same goes for a number that is linear in the terms of a loss of entries, and in `squares`, which are such terms
-    for who asks for second derivatives: `(prediction - target) ** 2` is known to nobody as a loss.
+    Where asked, the same goes for a number that is linear in the terms of a loss of entries, or in squares.
     """
     known = logarithms_behind((node, 0))
     if known is not None:
         return None if known.is_cast else with_weights(node, known)
-    terms = only_end_behind(node, lambda here: are_terms(here) or (squares and are_squares(here)))
+    terms = only_end_behind(node, lambda here: are_terms(here) or are_squares(here)) if with_terms else None
     if terms is None or is_kept_by_checkpoint(terms):
         return None
     if any(edge[0] is not None and edge != terms.next_functions[0] for edge in terms.next_functions[1:]):

@@ -56,7 +56,7 @@ def write_losses(node: Node) -> list[Record]:
     """
     if owner_of(node) is not None:  # it is a layer's, or was written down before
         return []
-    found = find_losses(node, squares=not CTX.stack or CTX.stack[-1].starts_at_losses)
+    found = find_losses(node, second_order=not CTX.stack or CTX.stack[-1].starts_at_losses)
     given: Given = engine.belongings(node).get(GIVEN, NOTHING_GIVEN)
     for here, loss in found.items():
         loss.look_at(given, ())
@@ -64,10 +64,11 @@ def write_losses(node: Node) -> list[Record]:
     return list(found.values())
 
 
-def find_losses(node: Node, squares: bool) -> dict[Node, Record]:
+def find_losses(node: Node, second_order: bool) -> dict[Node, Record]:
     """The losses of which a number is a weighted sum, with their nodes; none, if it is a sum of anything else.
 
-    What is linear in the same probabilities, or terms, is one loss, if it is not a sum of losses that are known.
+    What is linear in the same probabilities, or terms, is one loss, if it is not a sum of losses that are known. Terms
+    begin second order alone: first order needs no loss, and has the samples of layers where rows of terms are none.
     """
     found, waiting, behind = dict[Node, Record](), [node], set[Node]()
     while waiting:
@@ -75,10 +76,10 @@ def find_losses(node: Node, squares: bool) -> dict[Node, Record]:
         known, others = parts_of(here)
         if not others:
             found |= known
-        elif (weighted := read_weighted(here, squares)) is not None:
+        elif (weighted := read_weighted(here, second_order)) is not None:
             found[here] = weighted
             behind.update(one for one in between(here, lambda one: owner_of(one) is not None) if one is not here)
-        elif not (above := numbers_read_by(here)):
+        elif not (second_order and (above := numbers_read_by(here))):
             return {}
         else:
             waiting += [one for one in above if one not in waiting]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -138,6 +139,22 @@ def test_negative_weights_have_no_root() -> None:
     assert {row.verdict for row in found.rows if row.quantity == "DiagHessian"} == {Verdict.OK}
     roots = [row for row in found.rows if row.quantity == "DiagGGNExact"]
     assert all(row.verdict is Verdict.REFUSED and "not convex" in row.note for row in roots)
+
+
+@pytest.mark.parametrize("terms", [partial(F.mse_loss, reduction="none"), lambda z, y: (z - y) ** 2])
+def test_first_order_needs_no_rows_of_terms(terms: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Time in front of samples, in the loss alone: layers tell whose rows are whose."""
+    x, y, mask = data()
+    model = bpk.extend(Inside(lambda z, y, m: (terms(z.T, y.T) * m.T).sum() / m.sum()).to(D))
+    with bpk.backpack(E.BatchGrad()):
+        model(x, y, mask)[0].backward()
+    for n in range(N):
+        one = copy.deepcopy(model)
+        one.zero_grad()
+        z = one.layers(x[n : n + 1])
+        ((terms(z, y[n : n + 1]) * mask[n]).sum() / mask.sum()).backward()
+        for p, q in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(p.grad_batch[n], q.grad)  # type: ignore[attr-defined]
 
 
 def test_first_order_of_squares_that_mix_samples() -> None:
