@@ -105,8 +105,14 @@ def compare(task: Task, reference: Reference, tolerance: Tolerance, effort: Effo
         task, missing = of_batch(task, reference)
     if draws is None or missing:
         return rows_of(task, reference, missing, tolerance)
-    with reference.sampled(draws.at(columns_of(task.extension, 1), seed_of(reference.problem, 0))):
-        found = rows_of(task, reference, missing, tolerance, REPEATED if draws.of_loss else SIGNS)
+    drawn = draws.at(columns_of(task.extension, 1), seed_of(reference.problem, 0))
+    sampled = partial(rows_of, task, reference, missing, tolerance, REPEATED if draws.of_loss else SIGNS)
+    with reference.sampled(drawn):
+        found = sampled()
+    if draws.of_loss and task.extension.sums_samples and any(row.verdict is Verdict.WRONG for row in found):
+        with reference.sampled(drawn, merged=True):  # where the axis of samples is not in front, a batch is one sample
+            merged = sampled()
+        found = merged if not any(row.verdict is Verdict.WRONG for row in merged) else found
     if reference.whole.mixing:  # by exchanging inputs; a pass may know better, as that of a batch of graphs does
         found = [replace(r, verdict=Verdict.UNCHECKED, note=APART) if r.verdict is Verdict.WRONG else r for r in found]
     return with_judged_draws(found, reference, draws, effort.entries)

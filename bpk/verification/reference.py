@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bpk.plan.parts import in_parts
+from bpk.verification.known import once
 from bpk.verification.layers import Layers, bias_of
 from bpk.verification.objective import UNKNOWN_LOSS, Objective, coarsest, gradients_of
 from bpk.verification.place import Place
@@ -26,22 +27,6 @@ KEPT_GRAPHS = 3
 """How many gradients are kept with the graph that makes them differentiable."""
 ROUNDINGS = 100
 """So many of the largest product, or fewer, are none."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def once(compute: Callable[Concatenate[Reference, P], T]) -> Callable[Concatenate[Reference, P], T]:
-    """A method whose value is computed once for the same names and samples."""
-
-    @wraps(compute)
-    def get(self: Reference, *args: P.args, **kwargs: P.kwargs) -> T:
-        key = compute.__name__, *args, *kwargs.items()
-        if key not in self.known:
-            self.known[key] = compute(self, *args, **kwargs)
-        return self.known[key]
-
-    return get
 
 
 class Reference:
@@ -76,6 +61,7 @@ class Reference:
                 self.entries[bias_of(weight, k)] = entries + side.offset
         self.known: dict[Hashable, Any] = {}
         self.drawn: Tensor | None = None
+        self.merged = False
         self._live: dict[tuple[int, ...], dict[str, Tensor]] = {}
 
     @cached_property
@@ -133,16 +119,22 @@ class Reference:
         """The Hessian of the loss, or `S S^T` of its draws, times a vector `[P]`."""
         if self.drawn is None:
             return self.split.loss_product(vector)
-        return (self.drawn * self.split.by_sample(self.drawn * vector)[:, self.split.owner]).sum(0)
+        along = self.drawn * vector
+        along = along.sum(1, keepdim=True) if self.merged else self.split.by_sample(along)[:, self.split.owner]
+        return (self.drawn * along).sum(0)
 
     @contextmanager
-    def sampled(self, drawn: Tensor | None) -> Iterator[None]:
-        """Inside, the GGN is that of draws `S` `[M, P]`, with `S S^T` in place of the Hessian of the loss."""
-        before, self.drawn = self.drawn, drawn
+    def sampled(self, drawn: Tensor | None, merged: bool = False) -> Iterator[None]:
+        """Inside, the GGN is that of draws `S` `[M, P]`, with `S S^T` in place of the Hessian of the loss.
+
+        By sample, or `merged`, the whole batch as one sample: its draws are multiplied with each other, too.
+        """
+        before = self.drawn, self.merged
+        self.drawn, self.merged = drawn, merged
         try:
             yield
         finally:
-            self.drawn = before
+            self.drawn, self.merged = before
 
     @once
     def columns(self, name: str) -> Tensor:

@@ -117,3 +117,28 @@ def test_a_function_that_computes_the_loss() -> None:
     found = bpk.verify(model, F.cross_entropy, x, y, E.BatchGrad(), E.DiagGGNExact())
     assert [row.verdict for row in found.rows] == [Verdict.OK] * 2 + [Verdict.REFUSED] * 2
     assert "call loss_fn = bpk.extend(loss_fn)" in found.rows[-1].note
+
+
+def test_draws_of_a_batch_that_is_one_sample() -> None:
+    """Where the axis of samples is not in front of what a loss takes, draws of all samples are put together."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.layers(x).T, y.T)
+
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4), torch.randn(6, 3)
+    found = bpk.verify(Turned(), lambda loss: loss, batch, None, E.DiagGGNMC(), E.DiagGGNExact())
+    assert {row.verdict for row in found.rows} == {Verdict.OK}
+    assert not bpk.verify(Turned(), lambda loss: loss, batch, None, Doubled())
+
+
+class Doubled(E.DiagGGNMC):
+    """What is wrong, also for a batch as one sample."""
+
+    def value(self, uses: Uses) -> Tensor:
+        return 2 * super().value(uses)
