@@ -32,16 +32,16 @@ class Penalised(nn.Module):
 class Learned(nn.Module):
     """Cross-entropy with a temperature that is learned, of the whole batch or of each sample."""
 
-    def __init__(self, reduction: str = "mean", strength: float = 0.0) -> None:
+    def __init__(self, reduction: str = "mean", penalty: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.temperature, self.reduction = nn.Parameter(torch.tensor(1.5)), reduction
-        self.strength = strength
+        self.penalty = penalty
         self.positive = nn.Softplus()
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         logits = logits / self.positive(self.temperature)
         loss = functional.cross_entropy(logits, target, reduction=self.reduction)
-        return loss + self.strength * logits.square().mean() if self.strength else loss
+        return loss if self.penalty is None else loss + 0.1 * self.penalty(logits).mean()
 
 
 def test_parameters_of_a_loss_belong_to_the_model() -> None:
@@ -60,7 +60,7 @@ def test_parameters_of_a_loss_belong_to_the_model() -> None:
         def forward(self, losses: Tensor) -> Tensor:
             return losses.mean()
 
-    net, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(Learned(strength=0.1))
+    net, loss_fn = bpk.extend(nn.Linear(4, 3)), bpk.extend(Learned(penalty=torch.exp))
     x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     with bpk.backpack(E.DiagHessian()), pytest.raises(RuntimeError, match=r"(?s)without parameters.*let the model"):
         loss_fn(net(x), y).backward()
@@ -68,9 +68,10 @@ def test_parameters_of_a_loss_belong_to_the_model() -> None:
     assert {row.verdict.value for row in result.rows} == {"ok"}, str(result)
 
 
-def test_a_known_loss_inside_of_one_with_parameters() -> None:
+@pytest.mark.parametrize("penalty", [None, torch.square])
+def test_a_known_loss_inside_of_one_with_parameters(penalty: Callable[[Tensor], Tensor] | None) -> None:
     """It is that of functions behind the model, of which the parameters are a part."""
-    net, loss_fn = bpk.extend(nn.Linear(4, 3).double()), bpk.extend(Learned().double())
+    net, loss_fn = bpk.extend(nn.Linear(4, 3).double()), bpk.extend(Learned(penalty=penalty).double())
     x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
     with bpk.backpack(E.DiagHessian()):
         loss_fn(net(x), y).backward()
@@ -447,7 +448,7 @@ class WithLogs(nn.Module):
 
     def forward(self, scores: Tensor, y: Tensor) -> object:
         loss = nn.functional.cross_entropy(scores, y)
-        loss = loss + self.strength * scores.square().mean() if self.strength else loss
+        loss = loss + self.strength * scores.exp().mean() if self.strength else loss
         accuracy = (scores.argmax(1) == y).double().mean()
         return {"loss": loss, "accuracy": accuracy} if self.logs == "dict" else (loss, scores.softmax(1))
 

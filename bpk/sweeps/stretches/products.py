@@ -76,11 +76,12 @@ class StretchProducts:
         they begin at an odd place, as those of an end do that others of odd size stand in front of in one tensor.
         """
         sizes = [end.numel() for end in ends]
-        units = torch.eye(sum(sizes), dtype=ends[0].dtype, device=ends[0].device).split(sizes, 1)
-        columns = [u.reshape(-1, *end.shape).to(end.dtype).contiguous() for u, end in zip(units, ends, strict=True)]
+        count = sum(sizes)
+        units = torch.eye(count, dtype=ends[0].dtype, device=ends[0].device).split(sizes, 1)
+        columns = [u.reshape(count, *end.shape).to(end.dtype).contiguous() for u, end in zip(units, ends, strict=True)]
         known = [(end, mats) for end, mats in zip(ends, columns, strict=True) if end.requires_grad]
         if not known:
-            return [g.new_zeros(sum(sizes), *g.shape) for g in self.gradients[first:]]
+            return [g.new_zeros(count, *g.shape) for g in self.gradients[first:]]
         return self.pull([end for end, _ in known], [mats for _, mats in known], first)
 
     @property
