@@ -29,7 +29,8 @@ from bpk.plan.objective import (
 )
 from bpk.plan.quantity import Quantity
 from bpk.plan.read_statistics import require_statistics_unread
-from bpk.plan.samples.cautions import caution, caution_parts
+from bpk.plan.samples.cautions import caution
+from bpk.plan.samples.parted import caution_parts
 from bpk.plan.samples.placement import Placement, one_sample
 from bpk.plan.samples.rows import Attribution, require_undissolved
 from bpk.plan.samples.whole_batch import place_or_merge
@@ -109,7 +110,7 @@ class Inspection:
         for root, placement in found.items():
             self.take(root, roots[root], placement)
         if len(roots) > 1 and self.merged is None:
-            caution_parts({root: (placement.above, placement.rows) for root, placement in found.items()})
+            caution_parts({root: (each.above, each.rows) for root, each in found.items()})
 
     def take(self, root: Record, node: Node, placement: Placement) -> None:
         """Note what was found behind a loss, and refuse what is not right there."""
@@ -167,8 +168,7 @@ class Inspection:
     @property
     def outside(self) -> Outside:
         """What the objective has beside extended losses."""
-        if self._outside is None:
-            self._outside = outside_of_losses(engine.roots())
+        self._outside = self._outside or outside_of_losses(engine.roots())
         return self._outside
 
     @property

@@ -34,9 +34,6 @@ TOLD: WeakSet[nn.Module] = WeakSet()
 AXES: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told that samples seem to be along another axis."""
 
-PARTED: WeakSet[nn.Module] = WeakSet()
-"""Losses whose user has been told that others see other rows."""
-
 
 def caution(root: Record, above: list[Record], n: int, rows: Mapping[Record, Tensor], sources: Sources) -> None:
     """Tell the user what is a guess about the `n` samples behind a loss, of whose calls these are the `rows`."""
@@ -215,28 +212,3 @@ def is_elsewhere(record: Record, rows: Tensor | None, n: int) -> bool:
     if rows is None:  # nothing to compute, nor to wait for
         return axis_of_data(record) not in (None, record.shifted)
     return not follows_data(record, rows, n)
-
-
-def caution_parts(losses: Mapping[Record, tuple[Sequence[Record], Mapping[Record, Tensor]]]) -> None:
-    """Tell the user once where losses take different rows that the model was given for the same samples.
-
-    That is right for several views of a sample in one batch, and not for parts of a batch; nothing tells which. Of each
-    loss there are the calls behind it, from the last one to the first, and the samples of rows where these differ.
-    """
-    first: dict[Record, Tensor] = {}
-    for loss, (above, rows) in losses.items():
-        below = [r for r in above if r in rows and r.given and r.given[0][:1] == rows[r].shape]
-        if not below or loss.module in PARTED:
-            continue
-        samples, known = rows[below[-1]], first.setdefault(below[-1], rows[below[-1]])
-        if known is samples or bool(((samples >= 0) & (known >= 0)).any()):
-            continue
-        tell(
-            PARTED,
-            loss,
-            f"'{loss.path}' sees other rows than a loss before, of the {len(samples)} that the model was given.",
-            "sample k of one loss counts as sample k of the other, as for two views of one sample, so that what "
-            "belongs to a sample is a sum over several rows.",
-            "if they are different samples, give all rows to one loss (to weight them: a loss module of your own), "
-            "or use one backward pass for each loss.",
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -112,3 +113,29 @@ def test_calls_that_alternate_are_of_the_same_samples() -> None:
         loss = cross_entropy(torch.cat([model(x[[n]]) for x in frames]), y[n]) / 3
         for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
             torch.testing.assert_close(p.grad_batch[n], grad)
+
+
+Objective = Callable[[nn.Module, nn.Module, Tensor, Tensor], Tensor]
+
+PARTS: dict[str, Objective] = {
+    "one by one": lambda m, loss, x, y: torch.stack([loss(m(x[k : k + 1]), y[k : k + 1]) for k in range(4)]).mean(),
+    "halves": lambda m, loss, x, y: loss(m(x[:2]), y[:2]) + loss(m(x[2:]), y[2:]),
+    "the second half first": lambda m, loss, x, y: loss(m(x.chunk(2)[1]), y[2:]) + loss(m(x.chunk(2)[0]), y[:2]),
+}
+VIEWS: dict[str, Objective] = {
+    "the same": lambda m, loss, x, y: loss(m(x), y) + loss(m(x), y.flip(0)),
+    "two views of each": lambda m, loss, x, y: loss(m(x[::2]), y[:2]) + loss(m(x[1::2]), y[:2]),
+    "another batch": lambda m, loss, x, y: loss(m(x), y) + loss(m(x.flip(0)), y),
+    "some in common": lambda m, loss, x, y: loss(m(x[:3]), y[:3]) + loss(m(x[1:]), y[1:]),
+}
+
+
+@pytest.mark.parametrize("name", [*PARTS, *VIEWS])
+def test_losses_of_different_rows_of_one_tensor_are_told(name: str) -> None:
+    """Samples of several losses count as the same ones, which slices of a batch are not."""
+    model, loss_fn = bpk.extend(nn.Linear(3, 3)), bpk.extend(nn.CrossEntropyLoss())
+    with warnings.catch_warnings(record=True) as found, bpk.backpack(E.BatchGrad()):
+        warnings.simplefilter("always")
+        (PARTS | VIEWS)[name](model, loss_fn, torch.randn(4, 3), torch.tensor([0, 1, 2, 0])).backward()
+    told = [each for each in found if "sees other rows than a loss before, of the same tensor" in str(each.message)]
+    assert len(told) == (name in PARTS)
