@@ -72,10 +72,6 @@ class Logarithms(NamedTuple):
         """One number for each position, in order, as the targets that a cross-entropy sees."""
         return x.reshape(self.others if self.layout is None else self.layout.axes)
 
-    def pulled(self, edge: Edge, start: Tensor) -> Tensor:
-        """The gradient at them of what is at an edge, whose own is the `start`."""
-        return pulled(edge, self.node, start)
-
 
 def pulled(edge: Edge, end: Node, start: Tensor) -> Tensor:
     """The gradient at what a node has returned of what is at an edge, whose own is the `start`."""
@@ -117,6 +113,8 @@ def only_end_behind(node: Node, is_end: Callable[[Node], bool]) -> Node | None:
         here = waiting.pop()
         if is_end(here):
             ends.add(here)
+            if len(ends) > 1:
+                return None
             continue
         above = read_by(here)
         if not above or owner_of(here) is not None or not (is_linear(here) or name_of(type(here)) in WEIGHTING):
@@ -128,7 +126,7 @@ def only_end_behind(node: Node, is_end: Callable[[Node], bool]) -> Node | None:
 
 def weights_of(node: Node, known: Logarithms) -> Tensor:
     """The factors of the negative logarithms in a number, which is linear in them."""
-    return known.pulled((node, 0), -torch.ones_like(engine.like_output(node)))
+    return pulled((node, 0), known.node, -torch.ones_like(engine.like_output(node)))
 
 
 def positions_in(edge: Edge, known: Logarithms, shape: torch.Size) -> Tensor | None:
@@ -177,6 +175,6 @@ def keeps_classes(edge: Edge, known: Logarithms, shape: Sequence[int]) -> bool:
         return False
     numbers = (torch.arange(count, device=x.device) % NUMBERS + 1).to(x.dtype)
     start = numbers.reshape(-1, *[1] * (len(shape) - 2)).expand(shape)
-    found = known.pulled(edge, start).movedim(known.axis, -1)
+    found = pulled(edge, known.node, start).movedim(known.axis, -1)
     often, most = found[..., :1], 4 * NUMBERS * torch.finfo(x.dtype).eps
     return bool(((found - often * numbers).abs() <= most * often).all())

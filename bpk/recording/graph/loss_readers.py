@@ -166,11 +166,10 @@ def read_weighted_entries(node: Node, terms: Node) -> Record | None:
     layer, function, options, x, target = entries_of(terms)
     options["reduction"] = "sum"
     weights = pulled((node, 0), terms, torch.ones_like(engine.like_output(node)))
-    rule = REGISTRY.find(standing_for(layer, function, **options))
-    if not isinstance(rule, PointwiseLoss) or weights.shape != x.shape:
+    if weights.shape != x.shape:
         return None
     inputs, edges = (x, target, weights), terms.next_functions[:1]
-    return written(layer, function, options, inputs, edges, node, WeightedEntries.of(rule))
+    return written(layer, function, options, inputs, edges, node, weighted=True)
 
 
 def entries_of(node: Node) -> tuple[type[nn.Module], str, dict[str, Any], Tensor, Tensor]:
@@ -192,8 +191,12 @@ def written(
     node: Node,
     rule: Rule | None = None,
     layout: MatrixLayout | None = None,
+    weighted: bool = False,
 ) -> Record | None:
-    """The record of a loss of a prediction and a target (as its rule sees them); `None` if its terms are apart."""
+    """The record of a loss of a prediction and a target (as its rule sees them); `None` if its terms are apart.
+
+    If it is `weighted`, weights of its terms come third.
+    """
     if options["reduction"] == "none":
         return None
     known = not any(isinstance(value, Tensor) for value in options.values())
@@ -204,6 +207,10 @@ def written(
         with torch.no_grad():
             value = module.forward(*inputs)
     binding, rule = Binding(module, inputs), rule or REGISTRY.find(module)
+    if weighted:
+        if not isinstance(rule, PointwiseLoss):  # a user's, for whom weights are none of its inputs
+            return None
+        rule = WeightedEntries.of(rule)
     return Record(module, rule, binding, inputs, places, {0: value}, {0: 0}, layout=layout)
 
 

@@ -8,6 +8,8 @@ it comes to that number: the nodes behind it still keep what they have saved.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -70,42 +72,59 @@ def find_losses(node: Node, second_order: bool) -> dict[Node, Record]:
     What is linear in the same probabilities, or terms, is one loss, if it is not a sum of losses that are known. Terms
     begin second order alone: first order needs no loss, and has the samples of layers where rows of terms are none.
     """
-    found, waiting, behind = dict[Node, Record](), [node], set[Node]()
+    losses, sums = numbers_in(node)
+    unknown = unknown_in(sums)
+    if not unknown:
+        return losses
+    found, waiting, seen, behind = dict[Node, Record](), [node], {node}, set[Node]()
     while waiting:
         here = waiting.pop()
-        known, others = parts_of(here)
-        if not others:
-            found |= known
-        elif (weighted := read_weighted(here, second_order)) is not None:
+        if here in losses:
+            found[here] = losses[here]
+        elif here in unknown and (weighted := read_weighted(here, second_order)) is not None:
             found[here] = weighted
             behind.update(one for one in between(here, lambda one: owner_of(one) is not None) if one is not here)
-        elif not (second_order and (above := numbers_read_by(here))):
+        elif here in unknown and not (second_order and sums[here]):
             return {}
         else:
-            waiting += [one for one in above if one not in waiting]
+            above = set(sums.get(here, ())) - seen
+            waiting += above
+            seen |= above
     return {} if behind & found.keys() else found  # a loss inside of another one would count twice
 
 
-def parts_of(node: Node) -> tuple[dict[Node, Record], list[Node]]:
-    """The losses that are made into a number, with their nodes, and nodes of all other numbers that it is made of.
+def numbers_in(node: Node) -> tuple[dict[Node, Record], dict[Node, list[Node]]]:
+    """The losses that are made into a number, with their nodes, and the numbers that each other number is made of.
 
     Numbers are followed, also where they are stacked, until they are made of something else.
     """
-    found, others = dict[Node, Record](), list[Node]()
-    waiting, seen = [node], {node}
+    losses, sums, waiting = dict[Node, Record](), dict[Node, list[Node]](), [node]
     while waiting:
         here = waiting.pop()
-        if owner_of(here) is not None:
+        if here in losses or here in sums or owner_of(here) is not None:
             continue
         loss = read_loss(here)
-        above = [] if loss is not None else numbers_read_by(here)
         if loss is not None:
-            found[here] = loss
-        elif not above:
-            others.append(here)
-        waiting += [one for one in above if one not in seen]
-        seen.update(above)
-    return found, others
+            losses[here] = loss
+        else:
+            sums[here] = numbers_read_by(here)
+            waiting += sums[here]
+    return losses, sums
+
+
+def unknown_in(sums: Mapping[Node, Sequence[Node]]) -> set[Node]:
+    """The numbers that are made of something else than numbers, and all that are made of these."""
+    below: dict[Node, list[Node]] = {}
+    for here, above in sums.items():
+        for one in above:
+            below.setdefault(one, []).append(here)
+    waiting = [here for here, above in sums.items() if not above]
+    found = set(waiting)
+    while waiting:
+        more = set(below.get(waiting.pop(), ())) - found
+        waiting += more
+        found |= more
+    return found
 
 
 def numbers_read_by(node: Node) -> list[Node]:
