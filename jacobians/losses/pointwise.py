@@ -145,7 +145,6 @@ class WeightedEntries(PointwiseLoss):
             return weights if factor is None else weights * factor
 
         super().__init__(rule.expressions, choose=chosen, weight=weight, draw=draw)
-        self.expressions = rule.expressions
 
     @staticmethod
     @cache

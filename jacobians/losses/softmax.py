@@ -40,9 +40,14 @@ def divisor(call: Call) -> Tensor | int:
 
 
 def ignores_none(call: Call) -> bool:
-    """Whether it is plain that all targets count: ignored ones are negative, as they are by default, and none is."""
+    """Whether it is plain that all targets count: ignored ones are negative, as they are by default, and none is.
+
+    A GPU is not waited for, to look at them.
+    """
     x, target = call.inputs[:2]
-    return call.options.ignore_index < 0 and target.shape != x.shape and int(target.min()) >= 0
+    if call.options.ignore_index >= 0 or target.shape == x.shape or is_transformed():
+        return False
+    return target.device.type == "cpu" and bool(target.numel()) and int(target.min()) >= 0
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -88,9 +93,8 @@ class SoftmaxCrossEntropy(Loss):
     def divides_by(self, call: Call) -> Tensor | int | None:
         if call.options.reduction == "sum":
             return None
-        target = call.inputs[1]
-        if target.device.type == "cpu" and target.numel() and call.options.weight is None and ignores_none(call):
-            return target.numel()
+        if call.options.weight is None and ignores_none(call):
+            return call.inputs[1].numel()
         return divisor(call)
 
     def sqrt_hessian(self, call: Call) -> Tensor:
@@ -204,7 +208,7 @@ class SoftmaxCrossEntropy(Loss):
         smoothing = call.options.label_smoothing
         if class_weight is None and target.shape != logits.shape:  # whatever the smoothed target is, it sums to one
             mean = call.options.reduction == "mean"
-            if target.device.type == "cpu" and target.numel() and not is_transformed() and ignores_none(call):
+            if ignores_none(call):
                 return log_p, log_p.new_full((n, positions), 1 / target.numel() if mean else 1.0)
             counts = (target.long() != call.options.ignore_index).reshape(n, positions)
             if not mean:
