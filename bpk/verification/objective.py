@@ -51,22 +51,21 @@ class Objective:
         self.is_picked, self.is_known = isinstance(problem.loss, Picked), True
         known = is_loss(problem.loss)
         self.inner = [m for m in problem.loss.modules() if is_loss(m)] if watch or not known else []
-        self.output, self.value, self.calls = self.evaluate() if self.is_picked else self.of(problem.predict())
+        self.output, self.value, self.calls = self.evaluate()
         found = tensors_in(self.output)
         self.factors: dict[int, Tensor] = {}
         self.live = [k for k, x in enumerate(found) if x.requires_grad and x.is_floating_point()]
         self.outputs = [found[k] for k in self.live]
 
     def evaluate(self, inputs: Arguments | None = None) -> tuple[Any, Tensor, list[Calls]]:
-        """What the model returns, the loss, and the calls of loss functions inside of both."""
+        """What the model returns, the loss, and the calls of losses inside of that; of functions, inside of both."""
+        if not self.is_picked:
+            output = self.problem.predict(inputs)
+            return output, *self.watched(output)
         calls: list[Calls] = []
         with Watched(lambda *seen: calls.append(Calls(*seen))):
             output = self.problem.predict(inputs)
             return output, self.problem.objective(output), calls
-
-    def of(self, output: Any) -> tuple[Any, Tensor, list[Calls]]:
-        """An output, its loss, and the calls of loss modules inside of that."""
-        return output, *self.watched(output)
 
     def watched(self, output: Any) -> tuple[Tensor, list[Calls]]:
         """The loss, and the calls of loss modules inside of it."""
@@ -155,7 +154,7 @@ class Objective:
             return torch.stack([(c * call.function(*args, **kwargs)).sum() for call, c, (args, kwargs) in called]).sum()
 
         def again(inputs: Arguments) -> list[Any]:
-            other = self.evaluate(inputs)[2] if self.is_picked else self.watched(self.problem.predict(inputs))[1]
+            other = self.evaluate(inputs)[2]
             return [other[k].arguments for k in factors]
 
         seen = [call.arguments for call in calls]
