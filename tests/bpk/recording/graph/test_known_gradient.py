@@ -19,10 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk.extensions import BatchGrad, BatchL2Grad, ClippedGrad, DiagGGNMC, SumGradSquared, Variance
-from bpk.extensions.firstorder.base import GradientExtension
 from bpk.fields import awaited, local
 from bpk.fields.local import known_of
-from bpk.fields.statistics import Uses
 from bpk.jacobians.convolution.convolution import Conv
 from bpk.jacobians.core import cost, numeric
 from bpk.jacobians.core.call import Call, Wrt
@@ -195,63 +193,6 @@ def test_what_is_not_worth_it_is_left_to_autograd(monkeypatch: pytest.MonkeyPatc
     with bpk.backpack(BatchGrad()):
         layer(x).square().sum().backward()
     assert sevens.told
-
-
-class Summed(GradientExtension):
-    """The gradient, and a view of it."""
-
-    field = "summed"
-
-    def __init__(self, needs_gradient: bool) -> None:
-        super().__init__()
-        self.needs_gradient = needs_gradient
-
-    def value(self, uses: Uses) -> list[Tensor]:
-        return [uses.summed(), uses.summed().flatten()]
-
-
-@pytest.mark.parametrize("needs_gradient", [True, False])
-@pytest.mark.parametrize("name", LAYERS)
-def test_fields_do_not_change_with_gradients(name: str, needs_gradient: bool) -> None:
-    """As in place by `clip_grad_norm_`, where a user's extension makes nothing else of the sum."""
-    model, x, y = problem(name)
-    expected = plain_gradients(model, x, y)
-    bpk.extend(model)
-    with bpk.backpack(Summed(needs_gradient)):
-        bpk.extend(nn.CrossEntropyLoss())(model(x), y).backward()
-    same(model, expected)
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            p.grad.zero_()
-            whole, flat = vars(p)["summed"]
-            torch.testing.assert_close(whole, expected[name])
-            torch.testing.assert_close(flat, expected[name].flatten())
-
-
-class SquaresOfSamples(GradientExtension):
-    """Squared individual gradients `[N, *p]`."""
-
-    field = "squares"
-    needs_samples = True
-
-    def value(self, uses: Uses) -> Tensor:
-        return uses.squared_sum(per_sample=True)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_squares_of_samples(name: str) -> None:
-    model, x, y = problem(name)
-    expected = plain_gradients(model, x, y)
-    bpk.extend(model)
-    with bpk.backpack(SquaresOfSamples(), BatchGrad()):
-        bpk.extend(nn.CrossEntropyLoss())(model(x), y).backward()
-    same(model, expected)
-    with bpk.backpack(SquaresOfSamples()):
-        bpk.extend(nn.CrossEntropyLoss())(model(x), y).backward()
-    same(model, expected, 2)
-    for p in model.parameters():
-        if p.grad is not None:
-            torch.testing.assert_close(vars(p)["squares"], vars(p)["grad_batch"].square())
 
 
 @pytest.mark.parametrize("extension", [BatchL2Grad, SumGradSquared])
