@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.jacobians.core.outer import Some
 from bpk.jacobians.second_order.graph import between
 from bpk.plan.dependence import POINTWISE, in_between
 from bpk.plan.graph import Source
-from bpk.plan.row_products import ALL, RowProduct, Some, product_of
+from bpk.plan.row_products import ALL, RowProduct, product_of
 from bpk.plan.samples.rows import along_rows
 from bpk.recording import engine
 from bpk.recording.graph.identity import function_name

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.call import Call
+from bpk.jacobians.core.outer import Some
 from bpk.plan.samples.rows import along_rows
 from bpk.recording import engine
 from bpk.recording.graph.convolutions import CONVOLUTION, OPTIONS, convolution_layer
@@ -23,10 +24,8 @@ from bpk.recording.graph.nodes import OPERANDS, Edge
 from bpk.recording.graph.parameter_operands import TRANSPOSES
 from bpk.rules import REGISTRY
 
-Some = slice | Tensor
-"""Which samples, by their numbers."""
-
 ALL = slice(None)
+"""Every sample."""
 
 ADJACENT, SPREAD = 0, 1
 """How rows of a sample lie along an axis: one after the other (`[N T]`), or each behind those of others (`[T N]`)."""

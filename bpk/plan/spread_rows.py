@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.jacobians.core.numeric import MEMORY, slices
+from bpk.jacobians.core.outer import Some
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.rows_through import RowsThrough
 from bpk.plan.broadcast_places import Spread
 from bpk.plan.graph import gradient_edge, pull_columns
 from bpk.plan.parameter_bottleneck import ParameterBottleneck
 from bpk.plan.parts import in_parts
-from bpk.plan.row_products import ALL, Some
+from bpk.plan.row_products import ALL
 from bpk.recording import engine
 from bpk.recording.graph.nodes import Edge
 
