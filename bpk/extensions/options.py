@@ -51,6 +51,11 @@ def seeding(seed: int) -> int:
     return int(seed)
 
 
+def limit(name: str, number: int | None) -> int | None:
+    """A positive whole number, or `None`: there is no limit."""
+    return None if number is None else positive(name, number)
+
+
 def positive(name: str, number: int) -> int:
     """A positive whole number, or a clear refusal."""
     found = counted(number)

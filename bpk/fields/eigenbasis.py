@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpk.fields.arrived import PIECE
-from bpk.fields.statistics import Uses
+from bpk.fields.statistics import PLAIN, Approximation, Uses
 from bpk.jacobians.core.eigendecomposition import eigh
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import is_finite, wide
@@ -26,12 +26,12 @@ Embeddings and transposed convolutions have the axis of `A` in front.
 """
 
 
-def eigenbasis(uses: Uses) -> Eigenbasis:
+def eigenbasis(uses: Uses, approximation: Approximation = PLAIN) -> Eigenbasis:
     """The bases of the factors in their order, and `sum_vn (U_G^T R_vn U_A)^2` over columns and samples.
 
     Where the only factor is the block itself, moments are its eigenvalues. Bases count as constants of derivatives.
     """
-    factors = uses.factors()
+    factors = uses.factors(approximation)
     outputs = len(factors) - 1 if uses.input_first else 0
     found = [
         (once if number == outputs else decomposed)(factor.detach(), uses) for number, factor in enumerate(factors)
@@ -39,12 +39,12 @@ def eigenbasis(uses: Uses) -> Eigenbasis:
     bases = [identity(factor) if basis is None else basis for factor, (_, basis) in zip(factors, found, strict=True)]
     if len(factors) == 1:
         return Eigenbasis(bases, found[0][0].clamp(min=0).to(uses.param.dtype))
-    return Eigenbasis(bases, moments_in(uses, [basis for _, basis in found]))
+    return Eigenbasis(bases, moments_in(uses, [basis for _, basis in found], approximation))
 
 
-def moments_in(uses: Uses, bases: Sequence[Tensor | None]) -> Tensor:
+def moments_in(uses: Uses, bases: Sequence[Tensor | None], approximation: Approximation = PLAIN) -> Tensor:
     """The diagonal `[G, A]` (or `[G]`) of the GGN's block in any bases (`None`: axes), in the order of the factors."""
-    factors, use = uses.factors(), uses.uses[0]
+    factors, use = uses.factors(approximation), uses.uses[0]
     bases = [None if basis is None or basis.layout is not torch.strided else basis for basis in bases]
     if len(factors) == 1:
         (factor,), (basis,) = factors, bases

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from bpk.dataset import accumulate
 from bpk.distributed.processes import are_there
 from bpk.distributed.statistics import share_orders
+from bpk.extensions import HBP, KFLR
 from bpk.extensions import KFAC as KFACExtension
-from bpk.extensions import KFLR
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.operators.data import Loader, Problem
@@ -49,6 +49,7 @@ class KFAC(BlockDiagonal):
         mc_samples: Draws per sample (`KFAC`); by default the loss Hessian is exact (`KFLR`).
         approximation: `"default"`, `"expand"` or `"reduce"`, see `bpk.extensions.KFAC`.
         check_deterministic: As for `GGN`.
+        diagonal_above: Factors with more rows than this are their diagonals (sparse), see `bpk.extensions.HBP`.
 
     Attributes:
         factors: `[G, A]` or `[G]` by parameter; those that the loss does not depend on have none, and a block of zeros.
@@ -71,10 +72,13 @@ class KFAC(BlockDiagonal):
         mc_samples: int | None = None,
         approximation: str = "default",
         check_deterministic: bool = True,
+        diagonal_above: int | None = None,
     ) -> None:
         problem = Problem(model, loss_fn, loader, "KFAC", check_deterministic)
         exact = mc_samples is None
-        extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
+        extension: HBP = KFLR(approximation, diagonal_above=diagonal_above)
+        if mc_samples is not None:
+            extension = KFACExtension(mc_samples, approximation, diagonal_above=diagonal_above)
         orders = extension.orders = {}
         batches = list(problem.batches()) if problem.single else problem.loader
         divisor = (lambda batch: 1.0) if problem.single else None  # any number: there is nothing to weigh

@@ -14,12 +14,12 @@ from bpk.distributed.fields import sizes_of
 from bpk.distributed.processes import are_several
 from bpk.distributed.statistics import over_processes, together
 from bpk.extensions.factors import Factors, named, require_form
-from bpk.extensions.options import positive
+from bpk.extensions.options import limit, positive
 from bpk.extensions.over_batches import Parts, Size, Sums
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.eigenbasis import Orders, eigenbasis, moments_in, note_order
 from bpk.fields.local import SLOT, Local
-from bpk.fields.statistics import Uses
+from bpk.fields.statistics import Approximation, Uses
 from bpk.jacobians.core.products import add_up
 from bpk.plan.parts import in_parts
 from bpk.preconditioners.base import Preconditioner
@@ -50,6 +50,7 @@ class EKFAC(Preconditioner):
         lr: The optimizer's learning rate, for `kl_clip`.
         grad_scaler: That of the loss.
         group: The processes that train the model (default: all).
+        diagonal_above: Factors with more rows than this are taken for diagonal: their bases are the axes.
 
     Source: George, Laurent, Bouthillier, Ballas, Vincent (2018), NeurIPS, algorithm 1, with running means.
 
@@ -74,9 +75,10 @@ class EKFAC(Preconditioner):
         lr: Schedule | None = None,
         grad_scaler: GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
+        diagonal_above: int | None = None,
     ) -> None:
         looking, renewal = both(intervals)
-        self.moments = Moments(mc_samples, group)
+        self.moments = Moments(mc_samples, group, diagonal_above)
         super().__init__(model, self.moments, damping, decay, looking, kl_clip, lr, grad_scaler, group)
         self.moments.orders = self.orders
         self.renewal = renewal
@@ -97,7 +99,7 @@ class EKFAC(Preconditioner):
         for name, found in self.eigenvectors({name: vars(p)[field] for name, p in first.items()}).items():
             bases[p := first[name]] = found
             if (passes := waiting.get(p)) is not None:
-                mine[name] = add_up([moments_in(uses, found) / uses.loss_scale for uses in passes])
+                mine[name] = add_up([moments_in(uses, found, self.moments.block) / uses.loss_scale for uses in passes])
                 known[name] = vars(p)[SLOT][field]
         for name, moments in over_ranks(mine, known, next(iter(first.values())).device, self.group).items():
             vars(first[name])[field] = [*vars(first[name])[field], moments]
@@ -169,8 +171,11 @@ class Moments(SquareRootExtension):
     adds_field = False
     over_batches = Looks()
 
-    def __init__(self, mc_samples: int | None, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, mc_samples: int | None, group: dist.ProcessGroup | None, diagonal_above: int | None = None
+    ) -> None:
         super().__init__()
+        self.block = Approximation(diagonal_above=limit("diagonal_above", diagonal_above))
         self.mc_samples = None if mc_samples is None else positive("mc_samples", mc_samples)
         self.group = group
         self.bases: dict[Tensor, list[Tensor]] = {}
@@ -180,7 +185,7 @@ class Moments(SquareRootExtension):
 
     def value(self, uses: Uses) -> Means:
         moments = self.moments(uses)
-        return [*uses.factors(), *([] if moments is None else [moments])]
+        return [*uses.factors(self.block), *([] if moments is None else [moments])]
 
     def moments(self, uses: Uses) -> Tensor | None:
         """Those in the bases, if these are known; they are asked for twice."""
@@ -191,21 +196,21 @@ class Moments(SquareRootExtension):
 
     def found_moments(self, uses: Uses) -> Tensor | None:
         """The same, found."""
-        note_order(self.orders, uses, uses.factors())
+        note_order(self.orders, uses, uses.factors(self.block))
         bases = self.bases.get(uses.parameter) or self.found.get(uses.parameter)
         if bases is not None:
-            require_form(f"of shape {list(uses.param.shape)}", bases, uses.factors())
-            return moments_in(uses, [basis.to(uses.param) for basis in bases])
+            require_form(f"of shape {list(uses.param.shape)}", bases, uses.factors(self.block))
+            return moments_in(uses, [basis.to(uses.param) for basis in bases], self.block)
         if are_several(self.group):
             self.waiting.setdefault(uses.parameter, []).append(uses)
             return None
-        found = eigenbasis(uses)
+        found = eigenbasis(uses, self.block)
         self.found[uses.parameter] = found.bases
         return found.moments
 
     def statistic(self, uses: Uses) -> Parts:
-        moments = self.moments(uses)
-        return named(uses.terms(), uses.input_first) | ({} if moments is None else {MOMENTS: moments.flatten()})
+        moments, factors = self.moments(uses), named(uses.terms(self.block), uses.input_first)
+        return factors if moments is None else factors | {MOMENTS: moments.flatten()}
 
 
 def over_ranks(

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from bpk.extensions import HBP, KFLR
 from bpk.extensions import KFAC as KFACExtension
-from bpk.extensions import KFLR
 from bpk.plan.parts import in_parts
 from bpk.preconditioners.base import Preconditioner
 from bpk.preconditioners.parameters import Means
@@ -36,6 +36,7 @@ class KFAC(Preconditioner):
         lr: The optimizer's learning rate, for `kl_clip`.
         grad_scaler: That of the loss.
         group: The processes that train the model (default: all).
+        diagonal_above: Factors with more rows than this are their diagonals (sparse), see `bpk.extensions.HBP`.
 
     Source: Martens, Grosse (2015), Optimizing neural networks with Kronecker-factored approximate curvature.
 
@@ -61,9 +62,12 @@ class KFAC(Preconditioner):
         lr: Schedule | None = None,
         grad_scaler: GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
+        diagonal_above: int | None = None,
     ) -> None:
         looking, renewal = both(intervals)
-        extension = KFLR(approximation) if mc_samples is None else KFACExtension(mc_samples, approximation)
+        extension: HBP = KFLR(approximation, diagonal_above=diagonal_above)
+        if mc_samples is not None:
+            extension = KFACExtension(mc_samples, approximation, diagonal_above=diagonal_above)
         super().__init__(model, extension, damping, decay, looking, kl_clip, lr, grad_scaler, group)
         extension.orders = self.orders
         self.renewal = renewal

@@ -144,7 +144,7 @@ def of_batch(task: Task, reference: Reference) -> tuple[Task, str]:
 def check_for(extension: BackpropExtension) -> Check | None:
     """How an extension is verified; `None` for those of which nobody has said what they must be."""
     if isinstance(extension, EKFLR):
-        return InEigenbasis(extension.get_num_mc_samples() is not None)
+        return InEigenbasis(extension.get_num_mc_samples() is not None, extension.block)
     if isinstance(extension, BatchKFLR):
         return OfGroups(extension)
     return check_of(extension) if isinstance(extension, HBP) else by_definition(extension)

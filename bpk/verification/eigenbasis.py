@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpk.fields.statistics import PLAIN, Approximation
 from bpk.jacobians.core.room import is_too_large_for_a_block
 from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.sparse_factors import dense
@@ -21,8 +22,9 @@ from bpk.verification.reference import Reference
 class InEigenbasis(Check):
     """Some moments with the curvature along their directions, which factors must not turn."""
 
-    def __init__(self, sampled: bool) -> None:
+    def __init__(self, sampled: bool, block: Approximation = PLAIN) -> None:
         self.sampled = sampled
+        self.block = block
 
     def read(self, value: Any, place: Place) -> Read:
         if not isinstance(value, Eigenbasis) or not 1 <= len(value.bases) <= 2:
@@ -54,8 +56,9 @@ class InEigenbasis(Check):
 
     def unturned(self, ref: Reference, place: Place, vectors: list[Tensor]) -> list[Tensor]:
         """The directions, with what factors add across them: nothing, where these are eigenvectors."""
-        if len(vectors) == 1 and is_too_large_for_a_block(ref.params[place.name]):  # it is taken for diagonal
-            return [torch.stack([unit(vectors[0].T, int(k)) for k in place.entries])]
+        size = place.shape.numel()
+        if len(vectors) == 1 and (self.block.takes_diagonal(size) or is_too_large_for_a_block(ref.params[place.name])):
+            return [torch.stack([unit(vectors[0].T, int(k)) for k in place.entries])]  # it is taken for diagonal
         if len(vectors) == 1:
             tried = torch.cat([vectors[0], probe(vectors[0])])
             along = [ref.ggn_times({place.name: v.reshape(place.shape)}, place.chosen)[0] for v in tried]
@@ -76,11 +79,19 @@ class InEigenbasis(Check):
         every = torch.arange(side.sizes[1], device="cpu")
         moment = ref.layers.input_entries(side, every, ref.split, ref.n, place.chosen)
         rows = list(torch.cat([inputs, probe(inputs)]) @ moment)
-        expected = [eigen(outputs, columns, ref.noise), eigen(inputs, rows)]
+        expected = [
+            axes(found) if self.block.takes_diagonal(found.shape[1]) else eigen(found, products, noise)
+            for found, products, noise in ((outputs, columns, ref.noise), (inputs, rows, 0.0))
+        ]
         return expected[::-1] if turned else expected
 
     def where(self, place: Place, factor: int, index: tuple[int, ...]) -> str:
         return f"moment {int(place.entries[index[0]])}" if factor == 0 else f"basis {factor - 1}"
+
+
+def axes(vectors: Tensor) -> Tensor:
+    """The axes that are next to some vectors."""
+    return torch.nn.functional.one_hot(vectors.abs().argmax(1), vectors.shape[1]).to(vectors)
 
 
 def unit(basis: Tensor, k: int) -> Tensor:

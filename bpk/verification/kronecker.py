@@ -15,6 +15,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.curvature import Curvature
 from bpk.extensions.secondorder.batch_kfac import BatchKFLR
 from bpk.extensions.secondorder.strategies import BackpropStrategy, LossHessianStrategy
+from bpk.fields.statistics import PLAIN, Approximation
 from bpk.jacobians.core.room import WHOLE
 from bpk.utils.kroneckers import is_square
 from bpk.utils.sparse_factors import diagonal
@@ -38,7 +39,7 @@ def check_of(extension: HBP) -> Check:
         return Unknown(PROPERTIES if definite else "no more than symmetry is checked", averaged, definite)
     if averaged:
         return Unknown(PROPERTIES, averaged) if sampled else Averaged()
-    return Factors(sampled)
+    return Factors(sampled, extension.block)
 
 
 class Factors(Check):
@@ -47,8 +48,9 @@ class Factors(Check):
     definite = True
     """Whether factors have no negative eigenvalues."""
 
-    def __init__(self, sampled: bool = False) -> None:
+    def __init__(self, sampled: bool = False, block: Approximation = PLAIN) -> None:
         self.sampled = sampled
+        self.block = block
 
     def read(self, value: Any, place: Place) -> Read:
         if not isinstance(value, list) or not 1 <= len(value) <= 2:
@@ -98,7 +100,8 @@ class Factors(Check):
         if sides[0].input_first and self.sampled and ref.drawn is None:
             raise NoReference(f"of a matrix that functions multiply with, compare KFLR; {PROPERTIES}")
         moment = self.inputs(ref, place, sides[0], place.side(sides[0].sizes[1]))
-        expected = [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
+        factors = [ref.ggn(bias_of(place.name), place.chosen).sum(0), moment]
+        expected = [self.limited(factor, size) for factor, size in zip(factors, sides[0].sizes, strict=True)]
         return expected[::-1] if sides[0].input_first else expected
 
     def inputs(self, ref: Reference, place: Place, side: Side, entries: Tensor) -> Tensor:
@@ -107,7 +110,12 @@ class Factors(Check):
 
     def has_diagonal(self, place: Place) -> bool:
         """Whether a parameter without an input factor has the diagonal of its block only."""
-        return len(place.shape) > 1 and place.shape.numel() > WHOLE
+        size = place.shape.numel()
+        return (len(place.shape) > 1 and size > WHOLE) or self.block.takes_diagonal(size)
+
+    def limited(self, factor: Tensor, size: int) -> Tensor:
+        """A part of a factor with so many rows, or what the extension takes of it."""
+        return factor.diagonal().diag() if self.block.takes_diagonal(size) else factor
 
     def nearest(self, ref: Reference, place: Place, sides: list[Side]) -> Read:
         """Of a table tied to a linear layer: the nearest Kronecker product, from the whole factors of both uses."""
@@ -123,7 +131,8 @@ class Factors(Check):
             inputs.append(self.inputs(ref, place, side, torch.arange(side.sizes[1], device="cpu")))
         if outputs[0].numel() == 1 or inputs[0].numel() == 1:
             raise NoReference(f"of single numbers, how both factors share the scale is left open; {PROPERTIES}")
-        left, right = nearest_product([outputs[0], inputs[1]], [inputs[0], outputs[1]])
+        terms = ([outputs[0], inputs[1]], [inputs[0], outputs[1]])
+        left, right = nearest_product(*([self.limited(x, len(x)) for x in side] for side in terms))
         rows, columns = place.side(len(left)), place.side(len(right))
         expected = [left[rows][:, rows], right[columns][:, columns]]
         return expected[::-1] if sides[0].input_first else expected

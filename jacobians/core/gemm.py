@@ -94,6 +94,15 @@ def second_moment(patches: Patches, n: int, g: int, width: int, t: int, like: Te
     return (total / g if g > 1 else total).to(like.dtype)
 
 
+def squares_of_patches(patches: Patches, n: int, g: int, width: int, t: int, like: Tensor, average: bool) -> Tensor:
+    """The diagonal `[I]` of `second_moment`."""
+    total = wide(like.new_zeros(width))
+    for part in chunks(n, g * width * t, like.device):
+        a = wide(patches(part))
+        total += (a.mean(-1, keepdim=True) if average else a).square().sum((0, 1, 3))
+    return (total / g).to(like.dtype)
+
+
 def gram(x: Tensor, spare: Tensor | None = None) -> Tensor:
     """`x x^T` `[I, I]` of a matrix `[I, K]`, maybe in `spare` memory: other memory can take longer than the product."""
     if triangle_pays(x):

@@ -42,6 +42,10 @@ class Kronecker(ABC):
         """The factor `A = sum_n a_n a_n^T / N` of the layer's input, or `None` where there is none."""
         return None
 
+    def kron_input_diagonal(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        """The diagonal `[I]` of `A`, where it is known without the whole (`None`: it is not, or there is no `A`)."""
+        return None
+
     def transposes(self, param: str) -> bool:
         """Whether `G` belongs to the last axis of the parameter and `A` to the first (embeddings)."""
         return False

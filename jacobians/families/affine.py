@@ -130,6 +130,17 @@ class Affine(WeightTimesPatches):
         n, t = call.batch_size, self.positions(call)
         return gemm.second_moment(partial(self.patches, call), n, groups, width, t, call.inputs[0], average)
 
+    def kron_input_diagonal(self, call: Call, param: str, approximation: str = "default") -> Tensor | None:
+        if param != "weight":
+            return None
+        x, n, average = self.vectors(call), call.batch_size, approximation == "reduce"
+        if x is not None:
+            return (wide(x).square().sum(0) / n).to(x.dtype)
+        groups, _, width = self._matrix_shape(call)
+        t = self.positions(call)
+        moment = gemm.squares_of_patches(partial(self.patches, call), n, groups, width, t, call.inputs[0], average)
+        return moment / (n * t if approximation == "expand" else n)
+
     def kron_rows(self, call: Call, mat: Tensor, param: str, approximation: str = "default") -> Tensor:
         """Rows whose Gram matrix is `G` `[G O, G O]`: positions summed, or one row for each ("expand")."""
         if approximation == "expand" and param == "weight":

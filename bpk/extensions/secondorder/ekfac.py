@@ -8,11 +8,11 @@ from reprlib import repr
 from torch import Tensor
 
 from bpk.extensions.definition import Form
-from bpk.extensions.options import positive
+from bpk.extensions.options import limit, positive
 from bpk.extensions.over_batches import OverBatches, Parts, Size, Sums
 from bpk.extensions.secondorder.base import SampledRootExtension, SquareRootExtension
 from bpk.fields.eigenbasis import eigenbasis, moments_in
-from bpk.fields.statistics import Uses
+from bpk.fields.statistics import Approximation, Uses
 from bpk.jacobians.core.errors import UnsupportedLayer, type_error
 from bpk.utils.ekfac import Eigenbasis
 
@@ -44,6 +44,7 @@ class EKFLR(SquareRootExtension):
     Args:
         subsampling: Indices of the samples considered (all by default).
         bases: By parameter, bases in the place of those of the batch's own factors (`bpk.utils.ekfac.bases_of`).
+        diagonal_above: Factors with more rows than this are taken for diagonal, see `HBP`: their bases are the axes.
 
     Source: George, Laurent, Bouthillier, Ballas, Vincent (2018), NeurIPS, with exact columns.
 
@@ -66,8 +67,14 @@ class EKFLR(SquareRootExtension):
         "EKFLR(bases=bpk.utils.ekfac.bases_of(model, found.field('kflr'))); of KFAC and EKFAC likewise."
     )
 
-    def __init__(self, subsampling: Sequence[int] | None = None, bases: Bases | None = None) -> None:
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        bases: Bases | None = None,
+        diagonal_above: int | None = None,
+    ) -> None:
         super().__init__(subsampling)
+        self.block = Approximation(diagonal_above=limit("diagonal_above", diagonal_above))
         if bases is not None and not (isinstance(bases, Mapping) and all(isinstance(p, Tensor) for p in bases)):
             raise type_error(
                 f"bases={repr(bases)} says nothing of parameters.",
@@ -81,9 +88,9 @@ class EKFLR(SquareRootExtension):
 
     def value(self, uses: Uses) -> Eigenbasis:
         if self.given is None:
-            return eigenbasis(uses)
+            return eigenbasis(uses, self.block)
         mine = [basis.to(uses.param) for basis in self.given[self.number_of(uses)]]
-        return Eigenbasis(mine, moments_in(uses, mine))
+        return Eigenbasis(mine, moments_in(uses, mine, self.block))
 
     def statistic(self, uses: Uses) -> Parts:
         if self.given is None:  # moments in the batch's own bases: nothing that adds up
@@ -92,7 +99,7 @@ class EKFLR(SquareRootExtension):
 
     def number_of(self, uses: Uses) -> int:
         """Which of the given bases are the parameter's, if they fit its factors."""
-        number, sizes = self.numbers.get(uses.parameter), [len(factor) for factor in uses.factors()]
+        number, sizes = self.numbers.get(uses.parameter), [len(factor) for factor in uses.factors(self.block)]
         assert self.given is not None
         known = "none" if number is None else [list(basis.shape) for basis in self.given[number]]
         if number is None or known != [[size, size] for size in sizes]:
@@ -120,6 +127,7 @@ class EKFAC(SampledRootExtension, EKFLR):
         mc_samples: Number of samples drawn per datum; extensions with equal numbers share their draws.
         subsampling: Indices of the samples considered (all by default).
         bases: By parameter, bases in the place of those of the batch's own factors (`bpk.utils.ekfac.bases_of`).
+        diagonal_above: Factors with more rows than this are taken for diagonal, see `HBP`: their bases are the axes.
 
     Source: George, Laurent, Bouthillier, Ballas, Vincent (2018), NeurIPS, section 3.
 
@@ -134,9 +142,13 @@ class EKFAC(SampledRootExtension, EKFLR):
     field = "ekfac"
 
     def __init__(
-        self, mc_samples: int = 1, subsampling: Sequence[int] | None = None, bases: Bases | None = None
+        self,
+        mc_samples: int = 1,
+        subsampling: Sequence[int] | None = None,
+        bases: Bases | None = None,
+        diagonal_above: int | None = None,
     ) -> None:
-        EKFLR.__init__(self, subsampling, bases)
+        EKFLR.__init__(self, subsampling, bases, diagonal_above)
         self.mc_samples = positive("mc_samples", mc_samples)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.custom_module.permute import Permute
-from bpk.fields import rows, statistics
+from bpk.fields import rows, squares
 from bpk.fields.rows import Rows
 from bpk.jacobians.core import outer
 from bpk.jacobians.core.errors import UnsupportedLayer
@@ -336,7 +336,7 @@ def test_samples_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = data()
     backward(model, loss_fn, x, y, E.TokenL2Grad())
     expected = model.scale.token_l2[[3, 1, 4]]
-    monkeypatch.setattr(statistics, "PIECE", 1)
+    monkeypatch.setattr(squares, "PIECE", 1)
     monkeypatch.setattr(rows, "PIECE", 1)
     backward(model, loss_fn, x, y, E.TokenL2Grad(subsampling=[3, 1, 4]))
     torch.testing.assert_close(model.scale.token_l2, expected)

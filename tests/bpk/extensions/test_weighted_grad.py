@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import bpk
 from bpk import extensions as E
-from bpk.fields import rows, statistics, totals
+from bpk.fields import rows, squares, statistics, totals
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import UnsupportedLayer
 from tests.helpers import backward, data, extended
@@ -89,7 +89,7 @@ def test_one_norm_over_all_parameters(
 ) -> None:
     """Contributions of several uses are added before the norm is taken, also where few rows exist at a time."""
     if pieces is not None:
-        monkeypatch.setattr(statistics, "PIECE", pieces)
+        monkeypatch.setattr(squares, "PIECE", pieces)
         monkeypatch.setattr(rows, "PIECE", pieces)
     torch.manual_seed(0)
     make, draw = NETWORKS[name]
