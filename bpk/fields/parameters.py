@@ -171,7 +171,7 @@ class Parameters:
 
     def collect(self, state: ParameterState, key: Hashable, use: Use, batch_size: int) -> None:
         """One more use of a parameter has been reached by an observer."""
-        if state.done:
+        if state.done and any(index in state.done for index, _ in self.listening[key]):  # others may be final before
             raise UnsupportedLayer(
                 f"A parameter {list(state.param.shape)} was final when another use of it was reached.",
                 "layers behind one loss use it, and functions behind another one.",

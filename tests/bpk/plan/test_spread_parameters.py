@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bpk
-from bpk.extensions import BatchDiagGGNExact, BatchGrad, SqrtGGNExact
+from bpk.extensions import GGNMP, HMP, PCHMP, BatchDiagGGNExact, BatchGrad, BatchL2Grad, SqrtGGNExact
 from bpk.plan import broadcast as spread
 from bpk.sweeps import functions
 
@@ -218,3 +218,33 @@ def test_what_hooks_keep_is_not_read() -> None:
     again.load_state_dict(plain.state_dict())
     torch.testing.assert_close(rows(again, x), rows(plain, x))
     torch.testing.assert_close(again.spread.grad, plain.spread.grad)
+
+
+class Slices(nn.Module):
+    """A network whose weights are pieces of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.randn(D * 3 + 3 * 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = self.flat.split([D * 3, 3 * 3])
+        return F.linear(F.linear(x, first.view(3, D)).tanh(), last.view(3, 3))
+
+
+@pytest.mark.parametrize("other", [GGNMP, HMP, PCHMP, lambda: BatchGrad(subsampling=[2, 0])])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantities_that_are_final_at_once_and_others(other: Callable[[], Any]) -> None:
+    """Norms are final before products, or chosen rows, of the same parameter have been noted: this was an error."""
+    torch.manual_seed(0)
+    model, loss_fn, made = bpk.extend(Slices().double()), bpk.extend(nn.CrossEntropyLoss()), other()
+    x, y, v, found = torch.randn(N, D, dtype=torch.float64), torch.arange(N) % 3, torch.randn(D * 3 + 3 * 3), []
+    for extensions in ([BatchL2Grad(), made], [made, BatchL2Grad()], [BatchL2Grad()], [made]):
+        model.flat.batch_l2 = None  # type: ignore[assignment]
+        with bpk.backpack(*extensions):
+            loss_fn(model(x), y).backward()
+        value = getattr(model.flat, made.savefield, None)
+        found.append((model.flat.batch_l2, value(v.double()) if callable(value) else value))
+    (norms, first), (again, second), (alone, _), (_, last) = found
+    torch.testing.assert_close((norms, first, second), (alone, last, last))
+    torch.testing.assert_close(norms, again)
