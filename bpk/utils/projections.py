@@ -31,7 +31,7 @@ def entries(kind: str, k: int, width: int, source: torch.Generator) -> Tensor:
     if kind == "sparse":
         drawn = torch.randint(6, (k, width), generator=source, dtype=torch.int8, device="cpu")
         return ((drawn == 0).float() - (drawn == 1).float()) * 3**0.5
-    return torch.randn(k, width, generator=source, device="cpu")
+    return torch.randn(k, width, generator=source, device="cpu", dtype=torch.float32)  # not the default type
 
 
 def rows_of_matrix(kind: str, k: int, width: int, seed: int, like: Tensor) -> Iterator[Tensor]:

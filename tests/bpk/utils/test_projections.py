@@ -32,3 +32,15 @@ def test_nothing_is_kept_of_inference_mode() -> None:
     with torch.inference_mode():
         assert [x.is_inference() for x in matrices.rows("gaussian", 2, 3, 0, torch.empty(1))] == [True]
     assert not any(x.is_inference() for x in matrices.rows("gaussian", 2, 3, 0, torch.empty(1)))
+
+
+def test_numbers_do_not_depend_on_the_default_type() -> None:
+    """They were others in a script that computes in float64: of no use beside those of another one."""
+    like, found = torch.empty(1, dtype=torch.float64), []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append([next(projections.rows_of_matrix(kind, 3, 40, 0, like)) for kind in projections.KINDS])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
