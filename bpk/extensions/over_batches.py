@@ -12,7 +12,7 @@ merged in the same way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.engine import add_to_all
+from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.numeric import wide
 
 Parts = dict[str, Tensor]
@@ -115,12 +116,15 @@ class Sums(OverBatches):
         return {name: wide(x) * self.weight(name, size) for name, x in part.items()}
 
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
+        require_shapes("a parameter", total.values(), [other[name] for name in total])
         return {name: added(x, other[name]) for name, x in total.items()}
 
     def add(self, totals: dict[str, Parts], of_total: Size, parts: Mapping[str, Parts], size: Size) -> None:
         for name in dict.fromkeys(chain.from_iterable(parts.values())):
             here = {param: part[name] for param, part in parts.items() if name in part}
             ours, theirs, weight = [totals[param][name] for param in here], list(here.values()), self.weight(name, size)
+            for param, total, part in zip(here, ours, theirs, strict=True):
+                require_shapes(repr(param), [total], [part])
             if {x.layout for x in (*ours, *theirs)} == {torch.strided}:
                 add_to_all(ours, theirs, weight)
                 continue
@@ -132,6 +136,17 @@ class Sums(OverBatches):
 
     def unscaled(self, part: Parts, scale: float) -> Parts:
         return {name: wide(x) / self.weight(name, Size(1, scale)) for name, x in part.items()}
+
+
+def require_shapes(param: str, totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
+    """Refuse statistics of another shape than before: in a sum, an axis of length one would be repeated."""
+    for total, part in zip(totals, parts, strict=True):
+        if total.shape != part.shape:
+            raise value_error(
+                f"What adds up at {param} has the shape {list(part.shape)} in this batch, and had {list(total.shape)}.",
+                "batches add up entry by entry: a field of each output wants equally many of them in all batches.",
+                "give all batches samples of one form (sequences of one length), or leave this extension out.",
+            )
 
 
 def added(total: Tensor, other: Tensor, factor: float = 1.0) -> Tensor:

@@ -371,3 +371,11 @@ def test_a_model_that_is_refused_keeps_its_buffers() -> None:
         bpk.accumulate(model, nn.CrossEntropyLoss(), [(x, y)])
     buffers = dict(model.named_buffers())
     assert not buffers["1.running_mean"].any() and not buffers["1.num_batches_tracked"]
+
+
+@pytest.mark.parametrize("lengths", [(3, 1), (1, 3), (3, 2)])
+def test_outputs_of_other_numbers_do_not_add_up(lengths: tuple[int, int]) -> None:
+    """The only output of short sequences had been added to each of those of long ones, without a word."""
+    batches = [(torch.randn(2, t, 4), torch.randn(2, t, 1)) for t in lengths]
+    with pytest.raises(ValueError, match=r"'weight' has the shape \[\d, 1, 4\] in this batch.*\n.*\n.*of one length"):
+        bpk.accumulate(nn.Linear(4, 1), nn.MSELoss(), batches, E.OutputDiagJTJExact())
