@@ -23,6 +23,7 @@ from bpk.kernels.posterior_arguments import (
     require_size,
     variances_of,
 )
+from bpk.plan.parts import in_parts
 from bpk.utils.ekfac import Eigenbasis
 from bpk.utils.sparse_factors import dense, diagonal
 
@@ -168,7 +169,7 @@ def in_eigenbasis(uses: Uses, bases: Sequence[Tensor], precisions: Tensor) -> Te
 
 @dataclass(frozen=True)
 class LowRank(Posterior):
-    """`Sigma = isotropic I + sum_k weights_k u_k u_k^T`, with `u_k` by parameter `[K, *p]`.
+    """`Sigma = isotropic I + sum_k weights_k u_k u_k^T`, with `u_k` by parameter `[K, *p]`, complex where it is.
 
     In the place of a number, `isotropic` may hold variances by parameter `[*p]`: `diag(isotropic) + ...`.
 
@@ -210,7 +211,7 @@ class LowRank(Posterior):
 
     def along(self, name: str, uses: Uses) -> Tensor:
         """Inner products of rows with the directions."""
-        directions = self.directions[name].to(uses.param.dtype)
+        directions = in_parts(self.directions[name]).to(uses.param.dtype)
         require_size(name, directions.shape[1:], directions.shape[1:] == uses.param.shape, uses.param)
         return uses.along(directions)
 

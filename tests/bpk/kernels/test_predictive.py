@@ -167,3 +167,31 @@ def test_diagonal_of_a_field() -> None:
     close(found.variances["weight"], 1 / (3 * model.weight.diag_ggn_exact + 0.5))
     with pytest.raises(ValueError, match="has the field 'kfac'"):
         Diagonal.of(model, "kfac")
+
+
+class Complex(nn.Module):
+    """A complex parameter between real layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(3, 3), nn.Parameter(torch.randn(3, 2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.first(x).to(self.weight.dtype) @ self.weight
+        return z.real * z.imag
+
+
+def test_posteriors_of_complex_parameters() -> None:
+    """Directions are complex, as the eigenvectors that they are; imaginary parts had been left out."""
+    model, x, rows = bpk.extend(Complex()), torch.randn(N, 3), []
+    for e in model(x).flatten().unbind():
+        grads = torch.autograd.grad(e, [*model.parameters()], retain_graph=True)
+        rows.append(torch.cat([(torch.view_as_real(g) if g.is_complex() else g).flatten() for g in grads]))
+    jacobian = torch.stack(rows).view(N, 2, -1)
+    loss_fn = bpk.extend(nn.MSELoss())
+    pairs = bpk.eigenpairs(model, loss_fn(model(x), torch.randn(N, 2)), k=4)
+    parts = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in pairs.vectors.items()}
+    e = torch.cat([parts[name].flatten(1) for name, _ in model.named_parameters()], 1)
+    sigma = torch.linalg.inv(0.5 * torch.eye(e.shape[1]) + e.T @ torch.diag(pairs.values) @ e)
+    posterior = LowRank.of(pairs.vectors, pairs.values, prior_precision=0.5)
+    close(bpk.predictive_covariance(model, x, posterior), jacobian @ sigma @ jacobian.mT)
