@@ -62,8 +62,9 @@ class Opened:
     and with `backwards`: the passes under way, by that number; a pass takes itself off when it has ended.
     `recorded` says whether a call was written down, `reached` whether a pass has come to an extended module, and
     `elsewhere` whether a pass in another thread has come to a call of this thread. Some quantity
-    `starts_at_losses`, or none does. A context `asks_for_layers` if there is something to do at each, beside what
-    rules say. `called` is the model whose forward pass has opened the context, if any.
+    `starts_at_losses`, or none does; what adds up over batches asks losses how large each is. A context
+    `asks_for_layers` if there is something to do at each, beside what rules say. `called` is the model whose forward
+    pass has opened the context, if any.
     """
 
     def __init__(self, context: Settings, begin: Callable[[int, dict[int, Pass]], Pass]) -> None:
@@ -75,7 +76,7 @@ class Opened:
         self.elsewhere = False
         self.called: nn.Module | None = None
         by_hand = [e for e in context.extensions if e.has_module_extensions]
-        self.starts_at_losses = any(e.second_order for e in context.extensions)
+        self.starts_at_losses = context.adds_up or any(e.second_order for e in context.extensions)
         self.asks_for_layers = context.debug or context.extension_hook is not None or bool(by_hand)
         runs_passes = context.adds_up  # by itself: there will be one
         self.passes_before = PROBE.passes() if context.extensions and not runs_passes else 0

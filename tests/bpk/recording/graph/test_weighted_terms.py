@@ -173,19 +173,26 @@ def test_first_order_of_squares_that_mix_samples() -> None:
     assert found and {row.verdict for row in found.rows} == {Verdict.OK}
 
 
-def test_batches_add_up_where_the_divisor_is_said() -> None:
+@pytest.mark.parametrize(
+    "kinds", [(E.DiagGGNExact, E.DiagHessian), (E.Variance, E.SumGradSquared), (E.ClippedGrad,), ()]
+)
+def test_batches_add_up_where_the_divisor_is_said(kinds: tuple[type, ...]) -> None:
+    """Losses say how large batches are also where first order, or the gradient, is all that is asked for."""
     x, y, mask = data()
-    model = bpk.extend(Inside(ENTRIES["Huber"]).to(D))
-    with bpk.backpack(E.DiagGGNExact(), E.DiagHessian()):
+    model, made = bpk.extend(Inside(ENTRIES["Huber"]).to(D)), [kind() for kind in kinds]
+    with bpk.backpack(*made):
         model(x, y, mask)[0].backward()
     run = partial(bpk.accumulate, model, nn.HuberLoss(), list(zip(*[t.split(2) for t in (x, y, mask)], strict=True)))
     step = {"step": lambda model, _, batch: model(*batch)[0]}
     with told(UnsupportedLayer, "weights for its terms"):
-        run(E.DiagGGNExact(), E.DiagHessian(), **step)
-    found = run(E.DiagGGNExact(), E.DiagHessian(), **step, divisor=lambda batch: batch[2].sum())
+        run(*made, **step)
+    found = run(*made, **step, divisor=lambda batch: batch[2].sum())
+    assert found.samples == N
     for name, p in model.named_parameters():
-        torch.testing.assert_close(found[name]["diag_ggn_exact"], p.diag_ggn_exact)  # type: ignore[attr-defined]
-        torch.testing.assert_close(found[name]["diag_h"], p.diag_h)  # type: ignore[attr-defined]
+        assert p.grad is not None
+        torch.testing.assert_close(found[name]["grad"], p.grad)
+        for extension in made:
+            torch.testing.assert_close(found[name][extension.savefield], getattr(p, extension.savefield))
 
 
 def test_in_a_checkpoint() -> None:
