@@ -223,8 +223,14 @@ def sizes_of(
             "the local loss is a mean over none of them (ignore_index, zero weights): its fields are no numbers.",
             "leave such batches out on all ranks, or use reduction='sum'.",
         )
+    if known and not any(divisors for _, divisors, _ in known):
+        raise runtime_error(
+            "The backward passes have reached no extended loss.",
+            "it is not known by what the objective divides, and so not what part of the global batch's it is.",
+            'say so by divisor=, the number of this rank, or "sum" where terms are added up; or extend the loss.',
+        )
     shares = {tuple(None if d is None else round(d / (ds[0] or 1), 6) for d in ds) for _, ds, _ in known}
-    if len(shares) != 1 or not known[0][1]:
+    if len(shares) != 1:
         raise runtime_error(
             "There are no fields that could be put together over processes."
             if not known

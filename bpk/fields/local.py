@@ -30,9 +30,11 @@ class Noted:
     problem: str = ""
 
     def look(self, inspection: Inspection, records: Iterable[Record]) -> None:
-        """Ask the losses among these."""
+        """Ask the losses among these; without any, the call that was reached first says which samples there are."""
         for record in records:
-            if isinstance(record.rule, Loss):
+            if not isinstance(record.rule, Loss):
+                self.samples = self.samples or inspection.attribution.batch_size(record)
+            else:
                 try:
                     self.samples = inspection.attribution.batch_size(record)
                     self.divisors.append(record.rule.divides_by(record.call()))

@@ -165,6 +165,33 @@ def clipped(rank: int) -> None:
         assert_same(without_gradient(found, exts), without_gradient(expected, exts), 1e-10)
 
 
+class Inside(Net):
+    """Returns its loss, which is no loss to first order."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return (super().forward(x) - y).square().mean()
+
+
+def without_losses(rank: int) -> None:
+    """First order says how large batches are also where it has met no loss that is known."""
+    torch.manual_seed(0)
+    model, x, y = Inside(False).double(), global_batch()[0], torch.randn(sum(SIZES), 3, dtype=torch.float64)
+    exts = E.Variance(), E.SumGradSquared()
+    expected = bpk.extend(copy.deepcopy(model))
+    with bpk.backpack(*exts):
+        expected(x, y).backward()
+    mine = bpk.extend(model)
+    for divisor in (None, SIZES[rank] * 3):
+        with bpk.backpack(*exts):
+            mine(x.split(SIZES)[rank], y.split(SIZES)[rank]).backward()
+        if divisor is None:
+            told("no extended loss", lambda: bpk.distributed.all_reduce(mine, *exts))
+    bpk.distributed.all_reduce(mine, *exts, divisor=divisor)
+    for p, q in zip(mine.parameters(), expected.parameters(), strict=True):
+        for extension in exts:
+            torch.testing.assert_close(vars(p)[extension.savefield], vars(q)[extension.savefield])
+
+
 def main(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -177,6 +204,7 @@ def main(rank: int, world: int, store: str) -> None:
     refused(rank)
     clipped(rank)
     subsampled(rank)
+    without_losses(rank)
     dist.destroy_process_group()
     print("right")
 
