@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from bpk.jacobians.core.errors import explain, runtime_error
 from bpk.jacobians.losses.loss_call import trains
@@ -101,16 +102,19 @@ def leave_unrecorded(
 ) -> None:
     """Leave inputs and output on a module whose call is not recorded; `overwritten` is an input as it was.
 
-    If the output has a graph, a backward pass through it takes them away. If the layer has returned what it was given,
-    `as_given`, its extension hook comes first.
+    If results have a graph, a backward pass that comes to one of them takes them away. If the layer has returned what
+    it was given, `as_given`, its extension hook comes first.
     """
     stored = store_on(module, inputs if overwritten is None else (overwritten, *inputs[1:]), results[0])
+    take_away = (ComingPast if as_given else TakingAway)(module, stored)
+    nodes = dict[Node, None]()
     for result in results:
         whole = result._base if result._is_view() else result  # what was changed in place lives on in the viewed tensor
         node = result.grad_fn if whole is None or whole.grad_fn is None else whole.grad_fn
         if node is not None:
-            node.register_prehook((ComingPast if as_given else TakingAway)(module, stored))
-            return
+            nodes[node] = None
+    for node in nodes:
+        node.register_prehook(take_away)
 
 
 class ComingPast(TakingAway):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import bpk
 from bpk import extensions as E
@@ -291,3 +292,24 @@ def test_cleanup_after_a_forward_pass_that_failed() -> None:
         model(torch.randn(2, 4))
     bpk.memory_cleanup(model)
     assert [set(vars(m)) for m in model] == before
+
+
+class LastState(nn.Module):
+    """Of packed sequences, the last state alone is used: the layer's output has a graph that no pass comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.last = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, torch.tensor([2, 4, 3]), batch_first=True, enforce_sorted=False)
+        return self.last(self.rnn(packed)[1][0][-1])
+
+
+@pytest.mark.parametrize("hook", [None, lambda module: None])
+def test_nothing_stays_on_a_layer_that_is_read_through_another_result(hook: Any) -> None:
+    """What is not recorded (here for being packed) has taken away at its first result only."""
+    model, loss_fn = bpk.extend(LastState()), bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad(), extension_hook=hook):
+        loss_fn(model(torch.randn(3, 4, 3)), torch.tensor([0, 1, 1])).backward()
+    assert not {"input0", "output"} & vars(model.rnn).keys()
