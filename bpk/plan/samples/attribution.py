@@ -29,6 +29,7 @@ from bpk.plan.samples.given import (
     with_last_call,
 )
 from bpk.plan.samples.hypotheses import are_joined, hypotheses, mixed, numberings
+from bpk.plan.samples.joined import rows_of_parts
 from bpk.plan.samples.picked import picked_rows
 from bpk.plan.samples.sequences import in_order_of_data, possible_numbers, rows_as_packed
 from bpk.plan.sources import Sources
@@ -119,8 +120,8 @@ class Trials:
         of.
         """
         root, calls = self.root, self.calls
-        found = self.as_packed(in_turns=True) or self.as_given() or self.as_picked(sure=True, complete=False)
-        found = found or self.as_packed(in_turns=False)
+        found = self.as_packed(in_turns=True) or self.as_joined() or self.as_given()
+        found = found or self.as_picked(sure=True, complete=False) or self.as_packed(in_turns=False)
         if found:
             return found
         refusal: UnsupportedLayer | NotInFront | None = None
@@ -182,6 +183,15 @@ class Trials:
                 self.put_back()
                 if order is not None:
                     return n, self.test(order.to(numbers.device)[numbers], n, movable=True)
+        return None
+
+    def as_joined(self) -> Found | None:
+        """Those of several calls, where the rows of the root are theirs, one call behind another."""
+        known = rows_of_parts(self.root, self.sources)
+        trials = Trials(self.root, self.above, self.sources, self.picked, laid_out=False)  # whatever data seem to tell
+        for (n, numbers), movable in product([known] if known else [], (False, True)):
+            with suppress(UnsupportedLayer, NotInFront):
+                return n, trials.test(numbers, n, movable)
         return None
 
     def as_given(self) -> Found | None:

@@ -62,7 +62,8 @@ def caution_batch_of_one(root: Record, above: list[Record], n: int) -> None:
     given = [shape[0] for record in above for shape in record.given if shape]
     if n < 2 or not given or n in given or root.module in CAUTIONED:
         return
-    if are_listed(above, n) or one_by_one(root, above):
+    calls = len({id(record.given) for record in above if record.given})
+    if are_listed(above, n) or one_by_one(root, above) or root.batch_size > n == calls:
         return
     tell(
         CAUTIONED,

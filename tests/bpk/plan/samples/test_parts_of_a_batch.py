@@ -115,6 +115,93 @@ def test_calls_that_alternate_are_of_the_same_samples() -> None:
             torch.testing.assert_close(p.grad_batch[n], grad)
 
 
+class Words(nn.Module):
+    """Classifies every word; what stands in front of the head knows its batch axis, or does not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        made = {
+            "rnn": lambda: nn.GRU(2, 2, batch_first=True),
+            "attention": lambda: nn.MultiheadAttention(2, 1, batch_first=True),
+        }
+        self.kind, self.layer, self.head = kind, made.get(kind, lambda: nn.Linear(2, 2))(), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor | Parts, y: Parts | None = None) -> Tensor:
+        if y is not None:  # sentences one by one, without a batch axis
+            return cross_entropy(torch.cat([self.words(part[None])[0] for part in x]), torch.cat([*y]))
+        if not isinstance(x, Tensor):
+            return torch.cat([self.words(part).flatten(0, 1) for part in x])
+        return self.words(x)
+
+    def words(self, x: Tensor) -> Tensor:
+        if self.kind == "attention":
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                return self.head(self.layer(x, x, x)[0])
+        return self.head(self.layer(x)[0] if self.kind == "rnn" else self.layer(x).tanh())
+
+
+SENTENCES = {
+    "one by one": [(1, 2), (1, 4), (1, 1), (1, 3)],
+    "one by one, alike": [(1, 3)] * 3,
+    "two each": [(2, 3), (2, 3)],
+    "by length": [(2, 3), (3, 2)],
+    "as many rows": [(2, 2), (1, 4)],
+}
+"""How many sentences, of how many words, each part has."""
+
+
+@pytest.mark.parametrize("kind", ["rnn", "attention", "linear"])
+@pytest.mark.parametrize("sizes", SENTENCES.values(), ids=SENTENCES)
+@pytest.mark.parametrize("given", ["calls", "a list", "a list with labels"])
+@pytest.mark.filterwarnings("error:.*rows", "ignore:.*generic way")
+def test_words_of_sentences_in_parts(kind: str, sizes: list[tuple[int, int]], given: str) -> None:
+    """A loss with a term for each word: samples are the sentences of all parts, and not those of each."""
+    model, parts = Words(kind).double(), vectors(*[(*size, 2) for size in sizes])
+    alone = [part[[k]] for part in parts for k in range(len(part))]
+    y = [torch.randint(3, x.shape[:2]) for x in alone]
+    count = sum(map(torch.numel, y))
+    losses = [cross_entropy(model(x)[0], t[0], reduction="sum") / count for x, t in zip(alone, y, strict=True)]
+    expected = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    bpk.extend(model)
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    with bpk.backpack(E.BatchGrad(), E.BatchDiagGGNExact(), E.DiagGGNExact(), E.ClippedGrad(0.5)):
+        if given == "a list with labels":
+            model([x[0] for x in alone], [t[0] for t in y]).backward()
+        else:
+            out = model(parts) if given == "a list" else torch.cat([model(x).flatten(0, 1) for x in parts])
+            loss_fn(out, torch.cat([t.flatten() for t in y])).backward()
+    norms = torch.stack([sum(g.square().sum() for g in grads) for grads in expected]).sqrt() * len(alone)  # type: ignore
+    weights = (0.5 / norms).clamp(max=1)
+    for k, p in enumerate(model.parameters()):
+        rows = torch.stack([grads[k] for grads in expected])
+        torch.testing.assert_close(p.grad_batch, rows)
+        torch.testing.assert_close(p.clipped_grad, torch.tensordot(weights, rows, 1))
+        torch.testing.assert_close(p.diag_ggn_exact_batch.sum(0), p.diag_ggn_exact)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("joined", [True, False], ids=["along time", "one behind another"])
+def test_pieces_of_a_sentence_are_of_the_same_samples(n: int, joined: bool) -> None:
+    """Their words are joined along time, or a state goes from call to call: samples are those that each call sees."""
+    rnn, head = nn.GRU(2, 2, batch_first=True).double(), nn.Linear(2, 3).double()
+    model, loss_fn = bpk.extend(nn.ModuleList([rnn, head])), bpk.extend(nn.CrossEntropyLoss())
+    x, y = vectors((n, 4, 2))[0], torch.randint(3, (n, 4))
+
+    def passed(x: Tensor) -> list[Tensor]:
+        states, found = None, []
+        for piece in x.split(2, 1):
+            h, states = rnn(piece, None if joined else states)
+            found.append(head(h))
+        return found
+
+    with bpk.backpack(E.BatchGrad()):
+        loss_fn(torch.cat(passed(x), 1).flatten(0, 1), y.flatten()).backward()
+    for k in range(n):
+        loss = cross_entropy(torch.cat(passed(x[[k]]), 1)[0], y[k], reduction="sum") / y.numel()
+        for p, grad in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            torch.testing.assert_close(p.grad_batch[k], grad)
+
+
 Objective = Callable[[nn.Module, nn.Module, Tensor, Tensor], Tensor]
 
 PARTS: dict[str, Objective] = {
