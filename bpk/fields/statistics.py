@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import Averages, ClosedForm, Use, different_matrices
 from bpk.fields.nearest_kronecker import product_of
+from bpk.fields.positions import rows_of_positions, share_of_rows
 from bpk.fields.rows import once
 from bpk.fields.squares import Squares
 from bpk.jacobians.core.call import Call
@@ -145,15 +146,11 @@ class Uses(Squares):
 
     def _output_rows(self, key: Hashable, approximation: Approximation) -> Tensor:
         """Rows `[R, G]` of a block of columns whose Gram matrix is its share of `G`."""
-        found = [self.kron_rows(use, key, approximation) for use in self.uses if key in use.arrived.blocks]
-        if len({rows.shape for rows in found}) > 1:
-            raise UnsupportedLayer(
-                f"A parameter {list(self.param.shape)} is used at different numbers of positions: rows "
-                f"{' and '.join(str(list(rows.shape)) for rows in found)}.",
-                "with approximation='expand', uses add up position by position.",
-                "leave out approximation=, which adds up the positions of each use first.",
-            )
-        return add_up(found).flatten(0, -2)
+        uses = [use for use in self.uses if key in use.arrived.blocks]
+        rows = [self.kron_rows(use, key, approximation) for use in uses]
+        if approximation.positions == "expand":
+            return rows_of_positions(self.param, uses, rows)
+        return add_up(rows).flatten(0, -2)
 
     def kron_rows(self, use: Use, key: Hashable, approximation: Approximation) -> Tensor:
         """Rows whose Gram matrix is `G`; in "expand" every row of a call counts for itself."""
@@ -180,7 +177,9 @@ class Uses(Squares):
             call = averaged(use, self.batch_size)
             rows = call.batch_size
         part = input_factor_of(call, use, approximation)
-        if part is None or rows == self.batch_size or (use.samples is not None and rows and positions == "expand"):
+        if part is not None and use.samples is not None and rows and positions == "expand":
+            return part * share_of_rows(use, self.uses)
+        if part is None or rows == self.batch_size:
             return part
         return part * (rows / self.batch_size) if rows else torch.zeros_like(part)
 

@@ -12,6 +12,8 @@ from torch.nn.functional import cross_entropy
 
 import bpk
 from bpk import extensions as E
+from bpk.jacobians.core.errors import UnsupportedLayer
+from tests.helpers import told
 from tests.references.hessian_diagonals import of_loss
 
 Parts = Sequence[Tensor]
@@ -226,3 +228,35 @@ def test_losses_of_different_rows_of_one_tensor_are_told(name: str) -> None:
         (PARTS | VIEWS)[name](model, loss_fn, torch.randn(4, 3), torch.tensor([0, 1, 2, 0])).backward()
     told = [each for each in found if "sees other rows than a loss before, of the same tensor" in str(each.message)]
     assert len(told) == (name in PARTS)
+
+
+def layers(*shape: int) -> tuple[nn.Sequential, Tensor]:
+    """A network, and samples for it."""
+    torch.manual_seed(0)
+    first = nn.Conv1d(2, 3, 2) if len(shape) == 3 else nn.Linear(shape[-1], 3)
+    return nn.Sequential(first, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).double(), vectors(shape)[0]
+
+
+@pytest.mark.parametrize("approximation", ["default", "expand", "reduce"])
+@pytest.mark.parametrize("shape", [(5, 4), (5, 2, 4)], ids=["linear", "convolution"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_factors_of_parts_are_those_of_the_batch(approximation: str, shape: tuple[int, ...], size: int) -> None:
+    """Rows of different samples had been added up as positions of one, or refused."""
+    (model, x), y, found = layers(*shape), torch.arange(5) % 3, []
+    model(x)
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    bpk.extend(model)
+    for parts in ([x], x.split(size)):
+        with bpk.backpack(E.KFLR(approximation)):
+            loss_fn(torch.cat([model(part) for part in parts]), y).backward()
+        found.append([p.kflr for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_factors_of_parts_with_samples_in_common_are_refused() -> None:
+    """The layer is called twice for each part: neither the same samples each time, nor others."""
+    layer, head, x, y = nn.Linear(3, 3).double(), nn.Linear(3, 3).double(), vectors((4, 3))[0], torch.arange(4) % 3
+    bpk.extend(nn.ModuleList([layer, head]))
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    with told(UnsupportedLayer, "or other samples"), bpk.backpack(E.KFLR("expand")):
+        loss_fn(torch.cat([head(layer(layer(part).tanh())) for part in x.split(2)]), y).backward()
