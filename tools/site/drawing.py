@@ -35,7 +35,7 @@ BOXES = (
         20,
         500,
         "uses of a parameter",
-        "bpk/fields/parameters.py, bpk/fields/statistics.py",
+        "bpk/fields/parameters.py, bpk/fields/squares.py",
         "each statistic, once",
     ),
     (
