@@ -111,7 +111,7 @@ class Backward:
                 self.at_losses.finish()
             self.parameters.finish_all()
             CTX.check_transforms(bool(self.parameters.states) or not self.extensions)
-            containers, wholes = taking_part(self.reached, self.parameters.by_functions)
+            containers, wholes = taking_part(self.reached, self.parameters.by_functions, self.parameters.states)
             require_whole("", *containers)
             self.inspection.require_fields(wholes, self.parameters.states)
             if len(self.under_way) == 1:  # a pass inside of another one sees a part only
@@ -139,7 +139,7 @@ class Backward:
             aimed_at.update(map(id, record.params.values()))
             record.close()  # the engine may keep a part of the graph until its next pass
             self.reached[record.module] = None
-        self.parameters.fields.discard(taking_part(self.reached, self.parameters.by_functions)[1], aimed_at)
+        self.parameters.fields.discard(taking_part(self.reached, aimed_at, ())[1], aimed_at)
         self.clear()
 
     def clear(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from bpk.jacobians.core.function_module import Plain
 from bpk.recording.context.state import CTX
 
 MARK = "_bpk_mark"
@@ -205,10 +206,16 @@ def around(modules: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Modul
     return containers, wholes
 
 
-def taking_part(modules: Iterable[nn.Module], params: Set[int]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The same of modules, and of those that hold parameters (by `id`) which functions use, in no call of a layer."""
+def taking_part(
+    modules: Iterable[nn.Module], by_functions: Set[int], reached: Iterable[int]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The same of modules, and of those that hold parameters (by `id`) which functions use, in no call of a layer.
+
+    What stands for a product of a function holds no parameter: the model is looked for by all that were `reached`.
+    """
     modules = list(modules)
     found = around(modules)
+    params = {*by_functions, *reached} if any(isinstance(module, Plain) for module in modules) else by_functions
     if not params or params <= parameters_in(*found[1]).keys():
         return found
     holding = [each for each in CTX.all_modules() if not params.isdisjoint(parameters_in(each))]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import bpk
 from bpk import extensions as E
@@ -189,6 +190,45 @@ def test_a_pass_removes_fields_that_it_does_not_reach(extension: Callable[[], An
         assert with_field(model, field) == trunk | names
         model.zero_grad()
         assert with_field(model, field) == trunk | names
+
+
+class Multiplied(nn.Module):
+    """Functions multiply with weights that a container, or a layer that is not called, holds."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weights, self.layer = nn.ParameterDict({"w": torch.randn(3, 4)}), nn.Linear(4, 3)
+        self.scales = nn.ParameterList([torch.ones(3)])
+        self.how, self.by_layer = how, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_layer:
+            return self.layer(x) * self.scales[0]
+        weight = self.layer.weight if self.how == "layer" else self.weights["w"]
+        return x @ weight.T if self.how == "matmul" else F.linear(x, weight)
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+@pytest.mark.parametrize("how", ["matmul", "linear", "layer"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_products_with_weights_alone_remove_what_is_stale(how: str, fails: bool) -> None:
+    """What stands for such a product in the graph is no part of a model."""
+    model, loss_fn = extended(Multiplied(how).double())
+    backward(model, loss_fn, *data(), E.BatchGrad())
+    model.by_layer = False
+    x, y = data()
+    loss = loss_fn(model(x), y)
+    with bpk.backpack(E.BatchGrad()):
+        if fails:
+            x.requires_grad_()
+            loss = loss_fn(model(x), y)
+            x.register_hook(throw)
+            with pytest.raises(KeyboardInterrupt):
+                loss.backward()
+        else:
+            loss.backward()
+    left = set() if fails else {"layer.weight" if how == "layer" else "weights.w"}
+    assert with_field(model, "grad_batch") == left
 
 
 class RowByRow(nn.Module):
