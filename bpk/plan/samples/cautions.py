@@ -140,8 +140,8 @@ def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[
     """Tell the user once where nothing but a guess tells which rows are samples, and which steps.
 
     Samples and steps are as many, functions were in front of all layers, and the rows of the loss are not grouped as
-    data are: either they were put in another order behind the layers, or in front of them. Or only positions have
-    parameters, and their steps are taken for samples.
+    data are: either they were put in another order behind the layers, or in front of them. If no layer sees data, they
+    may be grouped as steps all the same. Or only positions have parameters, and their steps are taken for samples.
     """
     order = rows.get(root)
     if order is None or root.module in TOLD:
@@ -151,7 +151,7 @@ def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[
         return
     seen = [record for record in above if axis_of_data(record) is not None and record.given[0][:2] == (n, n)]
     moved = bool((order.diff() < 0).any())
-    if any(record.data_axis is not None for record in seen) or not (moved or given[0] != (n, n)):
+    if any(record.data_axis is not None for record in seen) or (seen and not moved):
         return
     if not seen and (merged_rows(given[0]) != len(order) or any(tells_layout(record) for record in above)):
         return

@@ -75,6 +75,35 @@ def test_a_guess_is_told(front: bool) -> None:
         assert right(lambda x: x.contiguous() ** 2, front, back=True) != front
 
 
+class Unseen(nn.Module):
+    """No layer sees data: a function multiplies it with itself, or only positions are trained."""
+
+    def __init__(self, positions: bool) -> None:
+        super().__init__()
+        self.weight, self.table = nn.Parameter(torch.randn(CLASSES, ENTRIES, ENTRIES)), nn.Embedding(N, ENTRIES)
+        self.last, self.positions = nn.Linear(ENTRIES if positions else CLASSES, CLASSES), positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.positions:
+            return self.last(x + self.table(torch.arange(N)))
+        return self.last(torch.einsum("nti,nsj,kij->ntk", x, x, self.weight))
+
+
+@pytest.mark.filterwarnings("ignore:These go the generic way")
+@pytest.mark.parametrize("positions", [False, True])
+def test_a_guess_is_told_where_rows_are_grouped_as_data_are(positions: bool) -> None:
+    """As many steps as samples: rows of the loss, steps in front, had been taken for samples, without a word."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Unseen(positions).double()), bpk.extend(nn.CrossEntropyLoss())
+    model.last.requires_grad_(not positions)
+    x, y = torch.randn(N, N, ENTRIES).double(), torch.randint(CLASSES, (N * N,))
+    with (
+        pytest.warns(UserWarning, match="given 4 rows of 4, and which of the two are samples"),
+        bpk.backpack(BatchGrad()),
+    ):
+        loss_fn(model(x).transpose(0, 1).flatten(0, 1), y).backward()
+
+
 # ---- where a layer is silent in places ---------------------------------------------------------------------
 class StepsFirst(nn.Module):
     """Steps come first from data to the mean over them, and a ReLU lets nothing through at some."""
