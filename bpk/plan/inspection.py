@@ -30,7 +30,7 @@ from bpk.plan.objective import (
 from bpk.plan.quantity import Quantity
 from bpk.plan.read_statistics import require_statistics_unread
 from bpk.plan.samples.cautions import caution
-from bpk.plan.samples.parted import caution_parts
+from bpk.plan.samples.parted import caution_parts, count_rows_given
 from bpk.plan.samples.placement import Placement, one_sample
 from bpk.plan.samples.rows import Attribution, require_undissolved
 from bpk.plan.samples.whole_batch import place_or_merge
@@ -97,16 +97,16 @@ class Inspection:
         for placement in found.values():
             if placement.left:
                 require_undissolved(self.placed, placement.left)
+            if may_join(self.extensions):
+                join(placement, self.has_module_extension)
         if merges:
             self.merged = Attribution(mixed=True)
-        if may_join(self.extensions):
-            for placement in found.values():
-                join(placement, self.has_module_extension)
         left = tuple(dict.fromkeys(module for placement in found.values() for module in placement.left))
         for root, placement in found.items():  # what is behind several of them was maybe left to autograd behind one
             root.left = left
             if len(roots) > 1:
                 placement.above = self.sources.upstream(root)
+        count_rows_given([] if merges else [*found.values()])
         for root, placement in found.items():
             self.take(root, roots[root], placement)
         if len(roots) > 1 and self.merged is None:

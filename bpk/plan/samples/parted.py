@@ -1,17 +1,95 @@
-"""What users are told, once for each loss, where losses see different rows of what the model was given."""
+"""Losses that see different rows of what the model was given: whose they are, or what users are told, once for each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from bpk.plan.samples.cautions import tell
+from bpk.plan.samples.placement import Placement
 from bpk.recording.record import Record
 
 PARTED: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told that others see other rows."""
+
+
+def count_rows_given(placements: Sequence[Placement]) -> None:
+    """Take the rows that the model was given for samples, where losses see some of them each.
+
+    So it is where labels are missing (`loss_fn(out[known], y[known])` of several tasks), or a part of a batch has none.
+    Equal parts may be views of one sample, and are left as they are: the user is told (`caution_parts`).
+    """
+    if len(placements) < 2 or all(each.n == placements[0].n and not each.rows for each in placements):
+        return
+    count, *others = {rows_given(each) for each in placements}
+    if count is None or others:
+        return
+    picked = [picked_rows(each, count) for each in placements]
+    known = [rows for rows in picked if rows is not None]
+    if len(known) < len(picked) or all(may_be_same(one, other) for one, other in combinations(known, 2)):
+        return
+    for each, rows in zip(placements, known, strict=True):
+        renumber(each, rows, count)
+
+
+def rows_given(placement: Placement) -> int | None:
+    """How many rows the model was given, as the first call behind a loss knows it."""
+    shape = next((r.given[0] for r in reversed(placement.above) if r.given), ())
+    return shape[0] if shape else None
+
+
+def picked_rows(placement: Placement, count: int) -> Tensor | None:
+    """`[N]`: which of so many rows each sample of a loss is; `None` if that is not known, or if it is several."""
+    found: Tensor | None = None
+    for record in placement.above:
+        if record.batch_size != count or record.shifted:
+            continue
+        samples = placement.rows.get(record)
+        if samples is None and placement.n != count:
+            return None
+        if samples is None:
+            samples = torch.arange(count, device=record.output.device)
+        found = samples.new_full((placement.n,), -1) if found is None else found
+        (rows,) = torch.nonzero(samples >= 0, as_tuple=True)
+        before = found[samples[rows]]
+        if len(samples[rows].unique()) < len(rows) or bool(((before >= 0) & (before != rows)).any()):
+            return None
+        found[samples[rows]] = rows
+    if found is not None and placement.n == count:  # some may have nothing in a loss (no token of theirs was picked)
+        found = torch.where(found < 0, torch.arange(count, device=found.device), found)
+    return None if found is None or bool((found < 0).any()) or len(found.unique()) < len(found) else found
+
+
+def may_be_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two losses see the same rows, or as many others: parts that follow each other or take turns, or pairs.
+
+    What a mask has picked is in order, and at no fixed distance.
+    """
+    if len(one) != len(other):
+        return False
+    between = other - one
+    if not between.any():
+        return True
+    by_mask = bool((one.diff() > 0).all() and (other.diff() > 0).all()) and len(between.unique()) > 1
+    return not by_mask and not bool(torch.isin(one, other).any())
+
+
+def renumber(placement: Placement, rows: Tensor, count: int) -> None:
+    """Number samples by the rows that the model was given; those of which a loss says nothing are theirs in order."""
+    found = dict[Record, Tensor]()
+    for record in (*placement.above, placement.root):
+        samples = placement.rows.get(record)
+        if samples is None and record.batch_size != placement.n:
+            continue
+        numbers = rows if samples is None else torch.where(samples >= 0, rows[samples.clamp(min=0)], -1)
+        in_order = torch.arange(len(numbers), device=numbers.device)
+        if len(numbers) != count or bool(((numbers >= 0) & (numbers != in_order)).any()):
+            found[record] = numbers
+    placement.rows, placement.n = found, count
 
 
 def caution_parts(losses: Mapping[Record, tuple[Sequence[Record], Mapping[Record, Tensor]]]) -> None:

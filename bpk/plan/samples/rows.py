@@ -44,20 +44,24 @@ class Attribution:
             seen, axis = record in self.sizes, axes.get(record, 0)
             if self.sizes.setdefault(record, n) != n or self.axes.setdefault(record, axis) != axis:
                 raise disagree(record.module)
-            samples, known = rows.get(record), self.samples.get(record)
-            if samples is None or known is None:
-                if seen and samples is not known:
-                    raise disagree(record.module)
-            else:
-                if bool(((samples != known) & (samples >= 0) & (known >= 0)).any()):
-                    raise disagree(record.module)
-                samples = torch.where(samples < 0, known, samples)
+            samples, known = rows.get(record), self.samples.pop(record, None)
+            if seen and samples is not known:
+                samples = agreed(record, samples, known, n)
             if samples is not None:
                 self.samples[record] = samples
 
     def batch_size(self, record: Record) -> int:
         """`N`."""
         return self.sizes.get(record, record.batch_size)
+
+
+def agreed(record: Record, one: Tensor | None, other: Tensor | None, n: int) -> Tensor | None:
+    """What two losses say of the samples of rows (`None`: in order), where each may say nothing of some (-1)."""
+    first, *rest = [samples for samples in (one, other) if samples is not None]
+    second = rest[0] if rest else torch.arange(n, device=first.device)
+    if len(first) != len(second) or bool(((first != second) & (first >= 0) & (second >= 0)).any()):
+        raise disagree(record.module)
+    return torch.where(first < 0, second, first) if rest else None
 
 
 def completed(samples: Tensor, n: int) -> Tensor:
