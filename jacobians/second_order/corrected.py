@@ -1,8 +1,9 @@
 """Nodes of autograd's graph whose gradients are right, and the derivatives of these are not: right ones in their place.
 
 Beside weight normalisation (`weight_norm.py`), these are normalisations that have a bias and no weight. Torch (seen in
-2.13) takes the gradient of their bias for a constant: a sum of what arrives. And it is the modulus of complex numbers:
-where one is zero, the derivative of torch's second derivative is NaN, as that of a quotient that is masked afterwards.
+2.13) takes the gradient of their bias for a constant: a sum of what arrives. And it is the modulus of complex numbers,
+and the standard deviation: where one is zero, derivatives of torch's gradient are NaN, as those of a quotient that is
+masked afterwards.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import prod
 
 import torch
 from torch.autograd.graph import Node
@@ -23,6 +25,10 @@ NORMALISATIONS = (LAYER_NORM, *(f"{kind}BatchNormBackward0" for kind in ("Native
 """What autograd calls those that have a right second derivative otherwise. Their arguments: input, weight, bias."""
 
 MODULUS = "AbsBackward0"
+
+DEVIATIONS = ("StdBackward0", "StdMeanBackward0")
+"""Torch's gradient is zero where all entries are equal (a unit that is silent at all steps), and its derivatives there
+are NaN."""
 
 
 @contextmanager
@@ -43,6 +49,8 @@ def right_gradient(node: Node) -> Callable[[Node, Gradients, Gradients], Gradien
         return weight_norm.gradient
     if name == MODULUS and not is_checkpointed(node, "self") and saved(node, "self").is_complex():
         return of_modulus
+    if name in DEVIATIONS and not is_checkpointed(node, "self") and not saved(node, "self").is_complex():
+        return of_deviation
     if name in NORMALISATIONS and node.next_functions[1][0] is None and node.next_functions[2][0] is not None:
         return with_bias
     return None
@@ -66,3 +74,28 @@ def of_modulus(node: Node, sent: Gradients, arrived: Gradients) -> Gradients:
     zero = z == 0
     length = torch.where(zero, 1.0, z.real.square() + z.imag.square()).sqrt()
     return (arrived[0] * (torch.where(zero, 0.0, z) / length),)
+
+
+def of_deviation(node: Node, sent: Gradients, arrived: Gradients) -> Gradients:
+    """What a standard deviation sends, and a mean with it, maybe: nothing of the first where it is zero."""
+    x, axes = saved(node, "self"), reduced_axes(node)
+    kept = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
+    correction, count = saved(node, "correction"), x.numel() // max(1, prod(kept))
+    degrees = count - (1 if correction is None else correction)
+    if degrees <= 0:
+        return sent
+    deviation = saved(node, "result0" if len(arrived) > 1 else "result").reshape(kept)
+    zero = deviation == 0
+    parts = []
+    if arrived[0] is not None:
+        slope = arrived[0].reshape(kept) / (torch.where(zero, 1.0, deviation) * degrees)
+        parts.append((x - x.mean(axes, keepdim=True)) * torch.where(zero, 0.0, slope))
+    if len(arrived) > 1 and arrived[1] is not None:
+        parts.append((arrived[1].reshape(kept) / count).expand_as(x))
+    return (sum(parts[1:], parts[0]),) if parts else sent
+
+
+def reduced_axes(node: Node) -> list[int]:
+    """Over which axes a node's function has reduced its argument; torch keeps negative ones as unsigned numbers."""
+    dim, axes = saved(node, "self").dim(), saved(node, "dim")
+    return [(axis - 2**64 if axis >= 2**63 else axis) % dim for axis in axes] if axes else [*range(dim)]
