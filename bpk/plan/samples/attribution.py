@@ -28,8 +28,9 @@ from bpk.plan.samples.given import (
     rows_in_order,
     with_last_call,
 )
-from bpk.plan.samples.hypotheses import are_joined, hypotheses, mixed, numberings
+from bpk.plan.samples.hypotheses import hypotheses, mixed, numberings
 from bpk.plan.samples.joined import rows_of_parts
+from bpk.plan.samples.listed import are_joined
 from bpk.plan.samples.picked import picked_rows
 from bpk.plan.samples.sequences import in_order_of_data, possible_numbers, rows_as_packed
 from bpk.plan.sources import Sources

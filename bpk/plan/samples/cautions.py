@@ -18,7 +18,7 @@ from bpk.plan.samples.given import (
     is_told,
     with_last_call,
 )
-from bpk.plan.samples.hypotheses import are_listed, one_by_one
+from bpk.plan.samples.listed import are_listed, are_nodes, one_by_one
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -65,11 +65,14 @@ def caution_batch_of_one(root: Record, above: list[Record], n: int) -> None:
     calls = len({id(record.given) for record in above if record.given})
     if are_listed(above, n) or one_by_one(root, above) or root.batch_size > n == calls:
         return
+    given_as, because = "one row", "functions merge axes in front of all layers"
+    if are_nodes(root, above):
+        given_as, because = "tensors of one row", "each of these rows depends on tensors of its own"
     tell(
         CAUTIONED,
         root,
-        f"The model was given one row, and the {n} rows of '{root.path}' are taken for samples.",
-        "functions merge axes in front of all layers, and nothing tells whether these are samples or parts of one.",
+        f"The model was given {given_as}, and the {n} rows of '{root.path}' are taken for samples.",
+        f"{because}, and nothing tells whether these are samples or parts of one.",
         "give the model at least two samples, or merge axes behind its first layer.",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -12,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.graph import VIEWS
-from bpk.plan.samples.given import are_words, free_axes, is_given_data, is_told, known_sizes
+from bpk.plan.samples.given import free_axes, is_given_data, is_told
+from bpk.plan.samples.listed import are_joined, are_listed, are_nodes, one_by_one
 from bpk.plan.sources import Sources
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.nodes import leaf_of
@@ -33,7 +33,8 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
     if root.batch_size > 1 and not may_be_one_sample(above):
         sizes = [n for n in sizes if n != 1]
     axes = axes_of_one_row(above)
-    if axes and not (one_by_one(root, above) or are_joined(above, root.batch_size)):
+    one_after_the_other = one_by_one(root, above) or are_joined(above, root.batch_size)
+    if axes and not (one_after_the_other or are_nodes(root, above)):
         sizes = sorted({1, *axes.intersection(sizes)}, reverse=True)
     last = [n for n in sizes if n == 1 and any(r.binding.axes and r.batch_size > 1 for r in above)]
     sizes = [n for n in sizes if n not in last]
@@ -45,42 +46,6 @@ def hypotheses(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]
         found = [(n, movable, in_front) for in_front in (True, False) for n in sizes]
         ordered += [hypothesis for hypothesis in found if hypothesis not in ordered]
     return ordered + [(n, True, True) for n in last]
-
-
-def are_listed(above: Iterable[Record], n: int) -> bool:
-    """Whether a model may have been given a list of `n` samples, such as images `[C, H, W]`, or bags `[T, D]`.
-
-    As many tensors `[1, n]` as the only sample has steps (three words, with labels and a mask) are none, if a layer
-    reads one of them as it is: it would read all of a list.
-    """
-    records = list(above)
-    for given in {record.given for record in records}:
-        if len(given) != n or len(given[0]) == 0 or len({(len(shape), shape[-1:]) for shape in given}) > 1:
-            continue
-        readers = [record for record in records if is_given_data(record)]
-        often = Counter(id(record.module) for record in readers)
-        alone = [r for r in readers if r.inputs[0].shape[:2] == (1, n)] if given[0] == (1, n) else []
-        read = {id(record.module) for record in alone}
-        if not read or any(often[module] == n for module in read):
-            return True
-    return False
-
-
-def are_joined(above: Sequence[Record], n: int) -> bool:
-    """Whether `n` samples may have been given in parts, to calls of a model, or in a list to one.
-
-    Each layer that knows its batch axis sees all of them then, or each call of it some: one sentence after the other
-    (`torch.cat([model(x) for x in sentences])`), or those of each length (`model([short, long])`).
-    """
-    if {sum(sizes) for sizes in known_sizes(above) if any(size % n for size in sizes)} != {n}:
-        return False
-    given = list({id(record.given): record.given for record in above if record.given}.values())
-    if len(given) != 1:
-        reading = {id(record.given) for record in above if is_given_data(record)}
-        return sum(shapes[0][0] for shapes in given if shapes[0] and (not reading or id(shapes) in reading)) == n
-    if are_words(given[0]):
-        return True
-    return len(given[0]) == n or (len(given[0]) > 1 and sum(shape[0] for shape in given[0] if shape) == n)
 
 
 def may_be_one_sample(above: list[Record]) -> bool:
@@ -118,12 +83,6 @@ def reads_all(above: list[Record], rows: Mapping[Record, Tensor], n: int) -> boo
 def are_pieces(above: list[Record], rows: Mapping[Record, Tensor], n: int) -> bool:
     """Whether these `n` samples can only be pieces of the one that a model was given."""
     return n > 1 and bool(axes_of_one_row(above)) and not reads_all(above, rows, n)
-
-
-def one_by_one(root: Record, above: list[Record]) -> bool:
-    """Whether a layer is given data as often as the root has rows, one row at a time: then these may be samples."""
-    calls = Counter(id(r.module) for r in above if is_given_data(r) and r.batch_size == 1)
-    return root.batch_size in calls.values()
 
 
 def has_axis(record: Record, n: int) -> bool:
