@@ -44,24 +44,26 @@ def rows_given(placement: Placement) -> int | None:
 
 def picked_rows(placement: Placement, count: int) -> Tensor | None:
     """`[N]`: which of so many rows each sample of a loss is; `None` if that is not known, or if it is several."""
-    found: Tensor | None = None
+    device = placement.root.inputs[0].device
+    in_order, told = torch.arange(count, device=device), list[Tensor]()
     for record in placement.above:
-        if record.batch_size != count or record.shifted:
-            continue
-        samples = placement.rows.get(record)
-        if samples is None and placement.n != count:
-            return None
-        if samples is None:
-            samples = torch.arange(count, device=record.output.device)
-        found = samples.new_full((placement.n,), -1) if found is None else found
+        if record.batch_size == count and not record.shifted:
+            samples = placement.rows.get(record, in_order).to(device)
+            if not any(samples is other or torch.equal(samples, other) for other in told):
+                told.append(samples)
+    found = torch.full((placement.n,), -1, device=device)
+    for samples in told:
         (rows,) = torch.nonzero(samples >= 0, as_tuple=True)
-        before = found[samples[rows]]
-        if len(samples[rows].unique()) < len(rows) or bool(((before >= 0) & (before != rows)).any()):
+        numbers = samples[rows]
+        if bool((numbers >= placement.n).any()) or len(numbers.unique()) < len(numbers):
             return None
-        found[samples[rows]] = rows
-    if found is not None and placement.n == count:  # some may have nothing in a loss (no token of theirs was picked)
-        found = torch.where(found < 0, torch.arange(count, device=found.device), found)
-    return None if found is None or bool((found < 0).any()) or len(found.unique()) < len(found) else found
+        before = found[numbers]
+        if bool(((before >= 0) & (before != rows)).any()):
+            return None
+        found[numbers] = rows
+    if placement.n == count:  # some may have nothing in a loss (no token of theirs was picked)
+        found = torch.where(found < 0, in_order, found)
+    return None if bool((found < 0).any()) or len(found.unique()) < len(found) else found
 
 
 def may_be_same(one: Tensor, other: Tensor) -> bool:
@@ -71,6 +73,7 @@ def may_be_same(one: Tensor, other: Tensor) -> bool:
     """
     if len(one) != len(other):
         return False
+    other = other.to(one.device)
     between = other - one
     if not between.any():
         return True
@@ -85,7 +88,8 @@ def renumber(placement: Placement, rows: Tensor, count: int) -> None:
         samples = placement.rows.get(record)
         if samples is None and record.batch_size != placement.n:
             continue
-        numbers = rows if samples is None else torch.where(samples >= 0, rows[samples.clamp(min=0)], -1)
+        at = rows.to(record.output.device if samples is None else samples.device)
+        numbers = at if samples is None else torch.where(samples >= 0, at[samples.clamp(min=0)], -1)
         in_order = torch.arange(len(numbers), device=numbers.device)
         if len(numbers) != count or bool(((numbers >= 0) & (numbers != in_order)).any()):
             found[record] = numbers
