@@ -195,6 +195,7 @@ TEST_PROBLEMS = {
 }  # fmt: skip
 
 HEAD = ("BatchGrad", "DiagGGNMC", "KFAC")
+REAL_SIZE = ("BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNMC")
 
 
 def language_model(name: str, tied: bool, flat: bool, width: int = 64) -> Problem:
@@ -218,6 +219,10 @@ LARGE = {
                 ("DiagGGNExact",), vocabulary=83, steps=(50,), functions=True, check="tiny_charrnn"),
         Problem("charrnn_50_n16", "Character RNN (2-layer LSTM), T=50", architectures.CharRNN, (50,), 83, 16,
                 ("DiagGGNExact",), vocabulary=83, steps=(50,), functions=True, check="tiny_charrnn"),
+        Problem("vit_b_16", "ViT-B/16, ImageNet shapes, T=197", partial(attention.ViT, 224, 16, 3, 768, 12, 12, 1000),
+                (3, 224, 224), 1000, 4, REAL_SIZE, functions=True, check="tiny_vit"),
+        Problem("gpt2", "GPT-2 (124 million parameters), T=128", partial(attention.GPT, 50_257, 1024, 768, 12, 12),
+                (128,), 50_257, 4, REAL_SIZE, vocabulary=50_257, steps=(128,), functions=True, check="tiny_gpt"),
         Problem("unet", "U-Net, 3 x 32 x 32, 4 classes", architectures.UNet, (3, 32, 32), 4, 2, ("DiagGGNExact",),
                 steps=(32, 32), functions=True, check="tiny_unet"),
         Problem("encoder", "Convolutional network whose forward is functions", architectures.Encoder, (3, 16, 16), 10,

@@ -28,7 +28,7 @@ def count_rows_given(placements: Sequence[Placement]) -> None:
     count, *others = {rows_given(each) for each in placements}
     if count is None or others:
         return
-    picked = [picked_rows(each, count) for each in placements]
+    picked = [rows_seen(each, count) for each in placements]
     known = [rows for rows in picked if rows is not None]
     if len(known) < len(picked) or all(may_be_same(one, other) for one, other in combinations(known, 2)):
         return
@@ -42,7 +42,7 @@ def rows_given(placement: Placement) -> int | None:
     return shape[0] if shape else None
 
 
-def picked_rows(placement: Placement, count: int) -> Tensor | None:
+def rows_seen(placement: Placement, count: int) -> Tensor | None:
     """`[N]`: which of so many rows each sample of a loss is; `None` if that is not known, or if it is several."""
     device = placement.root.inputs[0].device
     in_order, told = torch.arange(count, device=device), list[Tensor]()
