@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ def kronecker(case: Case, param: str) -> None:
         )
         return
     case.same("kron_input", factor, factor.T, param, against="its transpose")
+    diagonals(case, mat, param, got)
     projected_squares(case, mat, param, size, len(factor))
     outer_products(case, mat, param, got, factor)
     if rule.averages_inputs and len(call.inputs) == 1:
@@ -60,6 +63,26 @@ def kronecker(case: Case, param: str) -> None:
                 left, right = right, left
             expected = case.run("jac_t_mat_prod", block, rule, one, column, param)
             case.same("kron_output", torch.kron(left, right), expected, param, against="the block of one sample")
+
+
+def diagonals(case: Case, mat: Tensor, param: str, outputs: Tensor) -> None:
+    """What tells the diagonals of large factors, without the factors."""
+    rule, call = case.rule, case.call
+
+    def squares_of_rows(*args: Any) -> Tensor:  # rows may be the columns themselves
+        return rule.kron_rows(*args).flatten(0, -2).square().sum(0)
+
+    squares = case.run("kron_rows", squares_of_rows, call, mat, param)
+    if squares is not None:
+        case.same("kron_rows", squares, outputs.diagonal(), param, against="the diagonal of kron_output", loosen=4.0)
+    for approximation in ("default", "expand", "reduce"):
+        known = case.run("kron_input_diagonal", rule.kron_input_diagonal, call, param, approximation)
+        if known is None:
+            continue
+        whole = case.run("kron_input", rule.kron_input, call, param, approximation)
+        if whole is not None:
+            expected, against = whole.diagonal(), f"kron_input ({approximation})"
+            case.same("kron_input_diagonal", known, expected, param, against=against, loosen=4.0)
 
 
 def projected_squares(case: Case, mat: Tensor, param: str, outputs: int, inputs: int) -> None:

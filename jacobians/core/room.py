@@ -44,7 +44,8 @@ def require_room(rows: int, param: Tensor) -> None:
 def free_memory(device: torch.device) -> int | None:
     """How many bytes a device has left (`None`: nothing tells)."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     if device.type != "cpu" or not MEMORY.exists():
         return None
     amounts = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
