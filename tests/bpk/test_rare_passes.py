@@ -70,11 +70,20 @@ def test_a_hook_for_all_modules_is_named(hook: Callable[..., Any], name: str) ->
 
 
 def test_losses_of_different_numbers_of_samples() -> None:
+    """A loss of some rows is one of these samples; a row of several is none of them."""
     model, loss_fn = extended(nn.Linear(4, 3).double())
     other = bpk.extend(nn.MSELoss())
     out = model(X)
-    with pytest.raises(UnsupportedLayer, match=r"see the samples at .* differently"), bpk.backpack(E.BatchGrad()):
+    with bpk.backpack(E.BatchGrad()):
         (loss_fn(out, Y) + other(out[:3], torch.zeros(3, 3).double())).backward()
+    for n in range(len(X)):
+        out = model(X[[n]])
+        loss = F.cross_entropy(out, Y[[n]]) / len(X) + (F.mse_loss(out, torch.zeros_like(out)) / 3 if n < 3 else 0.0)
+        (expected,) = torch.autograd.grad(loss, model.weight)
+        torch.testing.assert_close(model.weight.grad_batch[n], expected)
+    out = model(X)
+    with pytest.raises(UnsupportedLayer, match=r"see the samples at .* differently"), bpk.backpack(E.BatchGrad()):
+        (loss_fn(out, Y) + other(out[:4].reshape(2, 6), torch.zeros(2, 6).double())).backward()
 
 
 class Tied(nn.Module):
