@@ -215,7 +215,8 @@ def taking_part(
     """
     modules = list(modules)
     found = around(modules)
-    params = {*by_functions, *reached} if any(isinstance(module, Plain) for module in modules) else by_functions
+    products = [module for module in modules if isinstance(module, Plain)]
+    params = {*by_functions, *reached} if products else by_functions
     if not params or params <= parameters_in(*found[1]).keys():
         return found
     holding = [each for each in CTX.all_modules() if not params.isdisjoint(parameters_in(each))]
