@@ -47,15 +47,6 @@ class Factors(Sums):
     def weight(self, name: str, size: Size) -> float:
         return size.samples if name.startswith(INPUT) else size.weight(1)
 
-    def add(self, totals: dict[str, Parts], of_total: Size, parts: Mapping[str, Parts], size: Size) -> None:
-        for param, part in parts.items():
-            self.require_form(repr(param), totals[param], part)
-        super().add(totals, of_total, parts, size)
-
-    def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
-        self.require_form("(in another process)", total, other)
-        return super().merge(total, of_total, other, of_other)
-
     def require_form(self, param: str, total: Parts, part: Parts) -> None:
         """Refuse parts that are not among those of the total, or lack the input's: uses may be missing in a batch."""
         same = part.keys() <= total.keys() and (INPUT in total) == (INPUT in part)

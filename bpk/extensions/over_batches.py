@@ -12,7 +12,7 @@ merged in the same way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -116,37 +116,37 @@ class Sums(OverBatches):
         return {name: wide(x) * self.weight(name, size) for name, x in part.items()}
 
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
-        require_shapes("a parameter", total.values(), [other[name] for name in total])
+        self.require_form("(in another process)", total, other)
         return {name: added(x, other[name]) for name, x in total.items()}
 
     def add(self, totals: dict[str, Parts], of_total: Size, parts: Mapping[str, Parts], size: Size) -> None:
+        for param, part in parts.items():
+            self.require_form(repr(param), totals[param], part)
         for name in dict.fromkeys(chain.from_iterable(parts.values())):
             here = {param: part[name] for param, part in parts.items() if name in part}
             ours, theirs, weight = [totals[param][name] for param in here], list(here.values()), self.weight(name, size)
-            for param, total, part in zip(here, ours, theirs, strict=True):
-                require_shapes(repr(param), [total], [part])
             if {x.layout for x in (*ours, *theirs)} == {torch.strided}:
                 add_to_all(ours, theirs, weight)
                 continue
             for param, x in here.items():
                 totals[param][name] = added(totals[param][name], x, weight)
 
+    def require_form(self, param: str, total: Parts, part: Parts) -> None:
+        """Refuse statistics of another shape than before: in a sum, an axis of length one would be repeated."""
+        for name, x in part.items():
+            if x.shape != (known := total[name].shape):
+                raise value_error(
+                    f"What adds up at parameter {param} has the shape {list(x.shape)} in this batch, and had "
+                    f"{list(known)} before.",
+                    "batches add up entry by entry: a field of each output wants equally many of them in all batches.",
+                    "give all batches samples of one form (sequences of one length), or leave this extension out.",
+                )
+
     def whole(self, total: Parts, size: Size) -> Any:
         return total[""] / self.weight("", size)
 
     def unscaled(self, part: Parts, scale: float) -> Parts:
         return {name: wide(x) / self.weight(name, Size(1, scale)) for name, x in part.items()}
-
-
-def require_shapes(param: str, totals: Iterable[Tensor], parts: Iterable[Tensor]) -> None:
-    """Refuse statistics of another shape than before: in a sum, an axis of length one would be repeated."""
-    for total, part in zip(totals, parts, strict=True):
-        if total.shape != part.shape:
-            raise value_error(
-                f"What adds up at {param} has the shape {list(part.shape)} in this batch, and had {list(total.shape)}.",
-                "batches add up entry by entry: a field of each output wants equally many of them in all batches.",
-                "give all batches samples of one form (sequences of one length), or leave this extension out.",
-            )
 
 
 def added(total: Tensor, other: Tensor, factor: float = 1.0) -> Tensor:
