@@ -20,7 +20,6 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.checking import check_hypothesis
 from bpk.plan.samples.findings import AllSamplesInside, LastResort, NotInFront
 from bpk.plan.samples.given import (
-    alternate,
     axis_of_data,
     is_of_data,
     is_told,
@@ -30,7 +29,7 @@ from bpk.plan.samples.given import (
 )
 from bpk.plan.samples.hypotheses import hypotheses, mixed, numberings
 from bpk.plan.samples.joined import rows_of_parts
-from bpk.plan.samples.listed import are_joined
+from bpk.plan.samples.listed import alternate, are_joined
 from bpk.plan.samples.picked import picked_rows
 from bpk.plan.samples.sequences import in_order_of_data, possible_numbers, rows_as_packed
 from bpk.plan.sources import Sources

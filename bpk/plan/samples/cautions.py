@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bpk.jacobians.core.errors import explain, warn
 from bpk.plan.samples.given import (
     axis_of_data,
+    calls_of_models,
     follows_data,
     free_axes,
     is_given_data,
@@ -62,7 +63,7 @@ def caution_batch_of_one(root: Record, above: list[Record], n: int) -> None:
     given = [shape[0] for record in above for shape in record.given if shape]
     if n < 2 or not given or n in given or root.module in CAUTIONED:
         return
-    calls = len({id(record.given) for record in above if record.given})
+    calls = len(calls_of_models(above))
     if are_listed(above, n) or one_by_one(root, above) or root.batch_size > n == calls:
         return
     given_as, because = "one row", "functions merge axes in front of all layers"

@@ -9,6 +9,7 @@ from operator import mul
 import torch
 from torch import Tensor, nn
 
+from bpk.recording.data import Given
 from bpk.recording.record import Record
 
 
@@ -17,19 +18,24 @@ def with_last_call(root: Record, above: list[Record]) -> list[Record]:
     return above if root.is_loss else [*above, root]
 
 
+def calls_of_models(above: Iterable[Record]) -> list[Given]:
+    """What models were given, once for each of their calls."""
+    return list({id(record.given): record.given for record in above if record.given}.values())
+
+
 def of_what_was_given(root: Record, above: list[Record]) -> list[tuple[int, bool, bool]]:
     """Hypotheses that a model has as many samples as its first tensor has rows, to be tried before all others.
 
     There are none unless it was called once, and was given fewer rows than the root has: steps of time, say, that its
     forward pass looks at one by one are no samples then.
     """
-    given = {id(record.given): record.given for record in above if record.given}
-    rows = [shape[0] for shapes in given.values() for shape in shapes if shape]
+    given = calls_of_models(above)
+    rows = [shape[0] for shapes in given for shape in shapes if shape]
     if len(given) != 1 or not rows or rows[0] == 1:
         return []
     if sum(rows) >= root.batch_size and not may_be_merged(root, above):  # rows of several tensors, one behind another
         return []
-    first = next(shape for shapes in given.values() for shape in shapes if shape)
+    first = next(shape for shapes in given for shape in shapes if shape)
     if not all(may_have(sizes, first) for sizes in known_sizes(above)):
         return []
     return [(rows[0], movable, in_front) for movable in (False, True) for in_front in (True, False)]
@@ -162,20 +168,6 @@ def is_like_one_of(record: Record, n: int) -> bool:
     seen = [size for size in record.inputs[0].shape if size != 1]
     alike = any(seen == [size for size in shape if size != 1] for shape in record.given)
     return alike or not seen if are_words(record.given) else alike and len(record.given) == n
-
-
-def alternate(records: Iterable[Record], rows: Mapping[Record, Tensor]) -> bool:
-    """Whether each of several samples of a call that knows its batch axis would be next to those of other calls.
-
-    They are the same samples then, seen several times: rows `[N, K]`, as one axis, of `K` calls.
-    """
-    parts = [record for record in records if record.knows_batch and record in rows]
-    for record in parts:
-        calls = sum(other.module is record.module for other in parts)
-        found, number = rows[record].cpu(), torch.arange(record.batch_size, device="cpu")
-        if calls > 1 and record.batch_size > 1 and torch.equal(found, found[0] + calls * number):
-            return True
-    return False
 
 
 def axis_of_data(record: Record) -> int | None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bpk.plan.graph import Source
 from bpk.plan.samples.decoding import DIGITS, decode, numbered, owners_of, with_digits
+from bpk.plan.samples.given import calls_of_models
 from bpk.plan.samples.probing import at_input, tolerance_of
 from bpk.plan.sources import Sources
 from bpk.recording import engine
@@ -53,7 +54,7 @@ def rows_of_parts(root: Record, sources: Sources) -> tuple[int, Tensor] | None:
 def are_calls(last: list[Record]) -> bool:
     """Whether each of these layers is in another call of a model, and sees as many samples as that was given."""
     alike = all(record.given and record.given[0][:1] == (record.batch_size,) for record in last)
-    return alike and len({id(record.given) for record in last}) == len(last)
+    return alike and len(calls_of_models(last)) == len(last)
 
 
 def are_of_list(last: list[Record]) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from bpk.plan.samples.given import are_words, is_given_data, known_sizes
+import torch
+from torch import Tensor
+
+from bpk.plan.samples.given import are_words, calls_of_models, is_given_data, known_sizes
 from bpk.recording.record import Record
 
 
@@ -36,13 +39,27 @@ def are_joined(above: Sequence[Record], n: int) -> bool:
     """
     if {sum(sizes) for sizes in known_sizes(above) if any(size % n for size in sizes)} != {n}:
         return False
-    given = list({id(record.given): record.given for record in above if record.given}.values())
+    given = calls_of_models(above)
     if len(given) != 1:
         reading = {id(record.given) for record in above if is_given_data(record)}
         return sum(shapes[0][0] for shapes in given if shapes[0] and (not reading or id(shapes) in reading)) == n
     if are_words(given[0]):
         return True
     return len(given[0]) == n or (len(given[0]) > 1 and sum(shape[0] for shape in given[0] if shape) == n)
+
+
+def alternate(records: Iterable[Record], rows: Mapping[Record, Tensor]) -> bool:
+    """Whether each of several samples of a call that knows its batch axis would be next to those of other calls.
+
+    They are the same samples then, seen several times: rows `[N, K]`, as one axis, of `K` calls.
+    """
+    parts = [record for record in records if record.knows_batch and record in rows]
+    for record in parts:
+        calls = sum(other.module is record.module for other in parts)
+        found, number = rows[record].cpu(), torch.arange(record.batch_size, device="cpu")
+        if calls > 1 and record.batch_size > 1 and torch.equal(found, found[0] + calls * number):
+            return True
+    return False
 
 
 def one_by_one(root: Record, above: list[Record]) -> bool:
