@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from bpk.dataset import accumulate
 from bpk.distributed.processes import are_there
 from bpk.distributed.statistics import share_orders
-from bpk.extensions import HBP, KFLR
-from bpk.extensions import KFAC as KFACExtension
+from bpk.extensions.secondorder.hbp import kfac_or_kflr
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.operators.data import Loader, Problem
@@ -76,9 +75,7 @@ class KFAC(BlockDiagonal):
     ) -> None:
         problem = Problem(model, loss_fn, loader, "KFAC", check_deterministic)
         exact = mc_samples is None
-        extension: HBP = KFLR(approximation, diagonal_above=diagonal_above)
-        if mc_samples is not None:
-            extension = KFACExtension(mc_samples, approximation, diagonal_above=diagonal_above)
+        extension = kfac_or_kflr(mc_samples, approximation, diagonal_above)
         orders = extension.orders = {}
         batches = list(problem.batches()) if problem.single else problem.loader
         divisor = (lambda batch: 1.0) if problem.single else None  # any number: there is nothing to weigh

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from bpk.extensions import HBP, KFLR
-from bpk.extensions import KFAC as KFACExtension
+from bpk.extensions.secondorder.hbp import kfac_or_kflr
 from bpk.plan.parts import in_parts
 from bpk.preconditioners.base import Preconditioner
 from bpk.preconditioners.parameters import Means
@@ -65,9 +64,7 @@ class KFAC(Preconditioner):
         diagonal_above: int | None = None,
     ) -> None:
         looking, renewal = both(intervals)
-        extension: HBP = KFLR(approximation, diagonal_above=diagonal_above)
-        if mc_samples is not None:
-            extension = KFACExtension(mc_samples, approximation, diagonal_above=diagonal_above)
+        extension = kfac_or_kflr(mc_samples, approximation, diagonal_above)
         super().__init__(model, extension, damping, decay, looking, kl_clip, lr, grad_scaler, group)
         extension.orders = self.orders
         self.renewal = renewal

@@ -114,4 +114,11 @@ class KFRA(HBP):
         )
 
 
+def kfac_or_kflr(mc_samples: int | None, approximation: str, diagonal_above: int | None) -> KFAC | KFLR:
+    """`KFAC` with so many draws per sample, or `KFLR` for `None`: the loss Hessian is exact."""
+    if mc_samples is None:
+        return KFLR(approximation, diagonal_above=diagonal_above)
+    return KFAC(mc_samples, approximation, diagonal_above=diagonal_above)
+
+
 EXTENSIONS = (KFLR, KFRA, KFAC)
