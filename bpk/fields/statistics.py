@@ -78,7 +78,7 @@ class Uses(Squares):
         parts = self.orientations
         inputs = self.input_factor(approximation) if len(parts) == 1 else None
         by_columns = not isinstance(self.uses[0].arrived, Averages)
-        rows = self.param.numel() // (1 if inputs is None else max(1, len(inputs)))
+        rows = self.rows_beside(inputs)
         diagonal = by_columns and approximation.takes_diagonal(rows)
         if inputs is None and by_columns and (diagonal or is_too_large_for_a_block(self.param)):
             return [sparse_diagonal(self.squared_sum().flatten())]
@@ -94,7 +94,7 @@ class Uses(Squares):
         arrived = self.uses[0].arrived
         if isinstance(arrived, ClosedForm):
             assert arrived.factor is not None
-            return arrived.factor().diagonal()
+            return arrived.factor().diagonal().clone()  # a view would keep the whole factor
         squares = [wide(self._output_rows(key, approximation)).square().sum(0) for key in self.keys]
         return add_up(squares).to(self.param.dtype)
 
@@ -124,8 +124,11 @@ class Uses(Squares):
 
     def require_room_beside(self, inputs: Tensor | None) -> None:
         """Refuse an output factor, beside that of the inputs if there is one, for which there is no memory."""
-        rows = 0 if inputs is None else len(inputs)
-        require_room(self.param.numel() // max(1, rows), self.param)
+        require_room(self.rows_beside(inputs), self.param)
+
+    def rows_beside(self, inputs: Tensor | None) -> int:
+        """How many rows an output factor has beside that of the inputs, if there is one."""
+        return self.param.numel() // (1 if inputs is None else max(1, len(inputs)))
 
     @property
     def orientations(self) -> list[Uses]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,8 @@ WORDS = 9
 
 
 @pytest.fixture(autouse=True)
-def in_double_precision() -> Iterator[None]:
-    before = torch.get_default_dtype()
+def in_double_precision() -> None:
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
 
 
 class Language(nn.Module):
@@ -47,6 +42,17 @@ class Language(nn.Module):
         return out.transpose(1, 2)
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer, of which the last step counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.GRU(7, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x)[0][:, -1])
+
+
 def words() -> tuple[Tensor, Tensor]:
     return torch.randint(WORDS, (3, 5)), torch.randint(WORDS, (3, 5))
 
@@ -63,17 +69,6 @@ MODELS: dict[str, Any] = {
     "used twice": lambda: (Language(twice=True), *words()),
     "recurrent": lambda: (Recurrent(), torch.randn(4, 3, 7), torch.arange(4) % 2),
 }
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer, of which the last step counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = nn.GRU(7, 3, batch_first=True), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(x)[0][:, -1])
 
 
 def factors(model: nn.Module, extension: E.HBP, x: Tensor, y: Tensor) -> dict[str, list[Tensor]]:
@@ -124,6 +119,13 @@ def test_a_table_tied_to_the_head() -> None:
     bpk.verify(model, nn.CrossEntropyLoss(), x, y, E.KFLR(diagonal_above=ABOVE), raise_on_error=True)
     of_words, of_features = factors(model, E.KFLR(diagonal_above=ABOVE), x, y)["table.weight"]
     assert of_words.is_sparse and not of_features.is_sparse
+
+
+def test_nothing_of_the_dense_factor_stays() -> None:
+    """Also where the loss gives the factor of the last layer as a whole."""
+    model, x, y = MODELS["last layer"]()
+    for factor in factors(model, E.KFLR(diagonal_above=ABOVE), x, y)["weight"]:
+        assert factor.coalesce().values().untyped_storage().size() == 8 * len(factor)
 
 
 def test_moments_add_up_to_the_trace() -> None:

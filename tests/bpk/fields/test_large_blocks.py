@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,15 +21,11 @@ N = 4
 
 
 @pytest.fixture(autouse=True)
-def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (room, eigenbasis, kronecker):
         monkeypatch.setattr(module, "WHOLE", 3)
     monkeypatch.setattr(embedding, "DENSE", 3)
-    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
 
 
 class Normed(nn.Module):
