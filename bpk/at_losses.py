@@ -65,6 +65,10 @@ class AtLosses:
             self.make_plan(record)
         assert self.plan is not None
         step = self.plan.step_of[record]
+        if record.terms is not None and step.call is not record.call():  # its weights are known now
+            self.inspection.required.discard(record)
+            self.inspection.require(record)
+            step.renew()
         step.gradient = step.cast(grad)
         if record in self.plan.losses:
             self.start_at(record, step.gradient)

@@ -8,8 +8,6 @@ From `loss.backward()` to `p.diag_ggn_exact`:
 3. sweeps that start at losses are played (`at_losses.py`): they pass all calls of the plan (`sweeps/`), and what
    reaches a parameter is turned into the value of a field (`fields/`, `extensions/`);
 4. sweeps that only look at gradients follow autograd from call to call (`observing.py`).
-
-Nothing here knows a layer or a quantity.
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ from bpk.recording.context.surroundings import require_whole
 from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.membership import taking_part
 from bpk.recording.record import Record
+from bpk.recording.terms import weigh
 from bpk.sweeps.module_extensions import ModuleExtensions, require_none
 from bpk.sweeps.shared import SharedSweeps
 
@@ -48,8 +47,7 @@ class Backward:
 
     def __init__(self, context: Settings, task: int, under_way: dict[int, Pass]) -> None:
         self.context = context
-        self.task = task
-        self.under_way = under_way
+        self.task, self.under_way = task, under_way
         self.extensions: tuple[BackpropExtension, ...] = context.extensions
         self.sweeps = SharedSweeps(self.extensions)
         self.inspection = Inspection(context, self.sweeps.needs_root)
@@ -160,6 +158,8 @@ class Backward:
         """Autograd is at a call."""
         if record.released:
             raise RuntimeError(already_released(record))
+        if record.is_loss and grad.dim() and self.sweeps.second_order:
+            grad = weigh(record, grad)
         is_new = record not in self.inspection.placed
         if is_new:
             require_scaled(self.loss_scale, grad)

@@ -18,6 +18,7 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.example import case
 from bpk.jacobians.losses.loss import AutodiffLoss
+from bpk.jacobians.losses.loss_call import reduced
 from bpk.jacobians.losses.targets import both
 
 IMPOSSIBLE = -1e30
@@ -33,8 +34,8 @@ def ctc(module: nn.CTCLoss, log_p: Tensor, target: Tensor, in_lengths: Tensor, o
     impossible = likelihood < IMPOSSIBLE / 2
     of_sample = torch.where(impossible, 0.0 if module.zero_infinity else torch.inf, of_sample)
     if module.reduction == "mean":
-        return (of_sample / out_lengths.clamp(min=1)).mean()
-    return of_sample.sum()
+        of_sample = of_sample / out_lengths.clamp(min=1)
+    return reduced(of_sample, module.reduction)
 
 
 def alignments(log_p: Tensor, target: Tensor, in_lengths: Tensor, out_lengths: Tensor, blank: int) -> Tensor:

@@ -13,6 +13,7 @@ from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.example import Example, case
 from bpk.jacobians.losses.flat import ZeroCurvature
 from bpk.jacobians.losses.loss import AutodiffLoss
+from bpk.jacobians.losses.loss_call import reduced
 from bpk.jacobians.losses.targets import LABELS, both, real_numbers, signs, weights
 
 DISTANCE = (
@@ -30,7 +31,7 @@ def multi_margin(module: nn.MultiMarginLoss, x: Tensor, target: Tensor) -> Tenso
     if module.weight is not None:
         terms = terms * module.weight.to(x)[target][:, None]
     of_sample = terms.scatter(1, target[:, None], 0.0).mean(1)
-    return of_sample.mean() if module.reduction == "mean" else of_sample.sum()
+    return reduced(of_sample, module.reduction)
 
 
 def two_predictions(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ def couples(loss: Record, node: Node, rows: Tensor, n: int) -> bool:
     ends, edges = gradient_edge((node, next(iter(loss.places)))), [gradient_edge(edge) for edge in live]
     try:
         with torch.enable_grad(), CTX.quietly(loss):
-            first = pull_back([ends], edges, [torch.ones_like(loss.output)], create_graph=True)
+            first = pull_back([ends], edges, [loss.sent(torch.ones_like(loss.output))], create_graph=True)
 
         def product(mats: Sequence[Tensor]) -> list[Tensor]:
             pairs = [(g, mat[0]) for g, mat in zip(first, mats, strict=True) if g is not None and g.requires_grad]

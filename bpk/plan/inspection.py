@@ -36,13 +36,14 @@ from bpk.plan.samples.rows import Attribution, require_undissolved
 from bpk.plan.samples.whole_batch import place_or_merge
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
-from bpk.plan.survey import mixes, require_layers, require_own, require_whole_batch
+from bpk.plan.survey import computes_again, mixes, require_layers, require_own, require_whole_batch
 from bpk.recording import engine
 from bpk.recording.context.opened import Settings
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.side_effects import HookedTensors
 from bpk.recording.membership import around
 from bpk.recording.record import Record
+from bpk.recording.terms import weigh
 
 
 class Inspection:
@@ -82,6 +83,8 @@ class Inspection:
             roots: The records of the losses, and where autograd's graph has their outputs.
         """
         for root in roots:  # noted first: a pass that is refused here leaves no fields of an earlier one at these calls
+            if self.second_order and root.is_loss and root.output.dim():
+                weigh(root, torch.ones_like(root.output))  # until autograd comes there
             self.above[root] = self.sources.upstream(root)
         for root in roots:
             require_batch(root)
@@ -237,14 +240,3 @@ class Inspection:
         self.sources.clear()
         self.above, self.left, self.placed, self.required = {}, [], set(), set()
         self.attribution, self.merged, self._outside = Attribution(), None, None
-
-
-def computes_again(extensions: Iterable[Quantity]) -> bool:
-    """Whether calls inside of checkpoints, of which only autograd knows, are computed again to be written down.
-
-    So it is where functions are differentiated twice, as fused kernels cannot be, and for all but sums of columns:
-    functions have no Kronecker factors.
-    """
-    second = [(e, e.sweep()) for e in extensions if e.second_order]
-    twice = [e for e, sweep in second if not e.linear_in_terms or (sweep is not None and sweep.differentiates_twice)]
-    return torch.is_grad_enabled() or bool(twice)

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from bpk.jacobians.core.engine import pull_back
-from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.graph import Source, gradient_edge
 from bpk.plan.samples.rows import Attribution
 from bpk.plan.sources import Sources
-from bpk.plan.step import Link, Step, matched
+from bpk.plan.step import Link, Step, as_played
 from bpk.plan.stretch import STRETCH
 from bpk.plan.stretch_call import StretchCall
 from bpk.recording import engine
@@ -59,12 +58,10 @@ class Plan:
         self.step_of: dict[Record, Step] = {}
         self.largest = 1
         for record in (*losses, *above):
-            call = record.call()
-            call = matched(call.output, call)[1]
+            rule, call = as_played(record)
             params = record.trained()
             rows, n = attribution.of(record)
             node = nodes[record]
-            rule = None if record.rule is None else with_rows(record.rule, call)
             step = self.step_of[record] = Step(record, rule, call, node, params, rows, n)
             step.is_loss, step.mixed = record.is_loss, attribution.mixed
             step.runs = node is None or record in losses or engine.will_run(node)
@@ -132,7 +129,7 @@ class Plan:
         if not edges:
             return
         ends = [gradient_edge((node, next(iter(loss.places)))) for loss, node in self.losses.items()]
-        factors = [self.step_of[loss].grad for loss in self.losses]
+        factors = [loss.sent(self.step_of[loss].grad) for loss in self.losses]
         found = iter(self.pull(ends, factors, edges, create_graph=torch.is_grad_enabled()))
         for step in steps:
             grad, out = step.gradient_of(found), step.call.output

@@ -181,11 +181,24 @@ class Step(Progress):
         """Bring what has arrived to the precision of the call."""
         return promoted(mat, self.call)
 
+    def renew(self) -> None:
+        """The call has other inputs than when the plan was made."""
+        self.rule, self.call = as_played(self.record)
+        self.views = {}
+        self.__dict__.pop("joint", None)
+
     def let_go(self) -> None:
         """Drop what rules have computed for this call."""
         self.views = {}
         if self.consumer is None:
             self.record.cached = None
+
+
+def as_played(record: Record) -> tuple[Rule | None, Call]:
+    """Rule and call as sweeps see them: in one precision, and with a rule that takes an empty batch if it is one."""
+    call = record.call()
+    call = matched(call.output, call)[1]
+    return None if record.rule is None else with_rows(record.rule, call), call
 
 
 def promoted(mat: Tensor, call: Call) -> Tensor:

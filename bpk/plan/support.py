@@ -116,9 +116,9 @@ def require_support(extension: Quantity, record: Record, feeds: Callable[[Record
     if record.is_loss and extension.second_order and record.output.dim() > 0:
         raise value_error(
             f"{extension} needs a scalar loss, but {record.where} returned shape {list(record.output.shape)}.",
-            "it is a quantity of one scalar objective.",
-            "use reduction='mean' or reduction='sum'; to weight samples, a loss module of your own that returns "
-            "the weighted sum, extended.",
+            "it is a quantity of one scalar objective, and these are no terms of single samples, one row each.",
+            "use reduction='mean' or reduction='sum', or a loss module of your own that returns the weighted sum, "
+            "extended.",
         )
     if record.problem:
         answer = Support(Kind.REFUSED, record.problem, record.binding.do)

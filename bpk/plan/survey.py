@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, runtime_error
@@ -84,3 +85,14 @@ def require_whole_batch(extensions: Iterable[Quantity], loss: Record) -> None:
                 "picks rows, or puts them into another order.",
                 f"leave out subsampling={'' if extension.sample_axis is None else take}.",
             )
+
+
+def computes_again(extensions: Iterable[Quantity]) -> bool:
+    """Whether calls inside of checkpoints, of which only autograd knows, are computed again to be written down.
+
+    So it is where functions are differentiated twice, as fused kernels cannot be, and for all but sums of columns:
+    functions have no Kronecker factors.
+    """
+    second = [(e, e.sweep()) for e in extensions if e.second_order]
+    twice = [e for e, sweep in second if not e.linear_in_terms or (sweep is not None and sweep.differentiates_twice)]
+    return torch.is_grad_enabled() or bool(twice)

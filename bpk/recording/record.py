@@ -49,13 +49,14 @@ class Record(Connected):
     `handed` refers to the tensors that the layer was given and has returned, for as long as they live. `drawn` is the
     state of the generators before the call. `stored` is the output as it was stored on the module. `open`: a backward
     pass is awaited. `released`: the tensors are gone. `left` are the layers behind a loss whose calls a pass has left
-    to autograd: another pass over the same graph finds no records of these.
+    to autograd: another pass over the same graph finds no records of these. `terms` are what a loss has returned whose
+    call counts as their sum (`terms.py`).
     """
 
     __slots__ = (
         *("__weakref__", "cached", "contexts", "data_axis", "drawn", "frozen", "given", "handed", "hyperparameters"),
         *("is_loss", "left", "module", "open", "owners", "params", "reads_data", "reads_piece", "released", "rule"),
-        *("stamps", "stored"),
+        *("stamps", "stored", "terms"),
     )
 
     def __init__(
@@ -86,6 +87,7 @@ class Record(Connected):
         self.drawn: RandomState | None = None
         self.cached: tuple[tuple[object, ...], list[Tensor], Call] | None = None
         self.stored: Tensor | None = None
+        self.terms: Tensor | None = None
         self.owners: Tensor | None = None
         self.left: Sequence[nn.Module] = ()
         self.open, self.released = True, False
@@ -186,6 +188,24 @@ class Record(Connected):
             )
         return self.output
 
+    def add_up(self, rule: Rule, weights: Tensor) -> None:
+        """Become the call of the sum of what a loss has returned times weights, which are its last input."""
+        if self.terms is None:
+            self.terms = self.output
+            self.edges = (*self.edges, (None, 0))
+            if self.binding.axes:
+                self.binding.axes = (*self.binding.axes, 0)
+        given = self.inputs[: len(self.edges) - 1]
+        (place,) = self.places
+        self.places, self.used = {place: 0}, [0]
+        self._inputs, self._results = (*given, weights), {0: (self.terms * weights).sum()}
+        self.versions = [*self.versions[: len(given)], weights._version, 0]
+        self.rule, self.cached = rule, None
+
+    def sent(self, factor: Tensor) -> Tensor:
+        """What a loss with this factor in the objective sends to its node in the graph, where its terms may be."""
+        return factor if self.terms is None else factor * self.inputs[-1]
+
     def reopen(self) -> None:
         """Another backward pass may come: this use of the parameters is to be expected again."""
         self.open = not self.released
@@ -208,7 +228,7 @@ class Record(Connected):
             LIVE.discard(weakref.ref(self))
         if not keeps_fields and self.stored is not None:
             forget(self.module, self.stored)
-        self.stored = self.recomputed = None  # the graph owns the record until the loss is let go
+        self.stored = self.terms = self.recomputed = None  # the graph owns the record until the loss is let go
         self._inputs, self._results, self.cached, self.stamps = (), {}, None, []
         if self.binding.options is not self.module:  # arguments of the call
             self.binding = Binding(None, (), self.binding.axes, self.binding.out_axes)

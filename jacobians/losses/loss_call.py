@@ -90,6 +90,13 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
+def reduced(terms: Tensor, reduction: str) -> Tensor:
+    """What a loss makes of its terms."""
+    if reduction == "none":
+        return terms
+    return terms.mean() if reduction == "mean" else terms.sum()
+
+
 def trains(module: nn.Module) -> bool:
     """Whether a module has parameters that are trained. Those of a teacher, or of a network that compares, are not."""
     return any(p.requires_grad for p in module.parameters())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.numeric import safe_sqrt, wide
 from bpk.jacobians.families.symbolic import Derivation, derive
 from bpk.jacobians.losses.loss import Loss
-from bpk.jacobians.losses.loss_call import unknown_divisor
 from bpk.jacobians.second_order.factoring import of_diagonal, one_hot
 
 
@@ -132,31 +129,3 @@ class PointwiseLoss(Loss):
 
     def sum_hessian(self, call: Call) -> Tensor:
         return self.hessian_diag(call).sum(0).flatten().diag().to(call.inputs[0].dtype)
-
-
-class WeightedEntries(PointwiseLoss):
-    """The sum of the terms of a loss times weights `[N, *pred]`, which are a third input: `sum_i w_i l(x_i, t_i)`."""
-
-    def __init__(self, rule: PointwiseLoss) -> None:
-        own, chosen, draw = rule.weight, rule.choose, rule.draw
-
-        def weight(call: Call) -> Tensor:
-            weights, factor = wide(call.inputs[2]), None if own is None else own(call)
-            return weights if factor is None else weights * factor
-
-        super().__init__(rule.expressions, choose=chosen, weight=weight, draw=draw)
-
-    @staticmethod
-    @cache
-    def of(rule: PointwiseLoss) -> WeightedEntries:
-        """That of a rule; the same each time, so that forms of graphs are known by it."""
-        return WeightedEntries(rule)
-
-    def divides_by(self, call: Call) -> int | None:
-        raise unknown_divisor()
-
-    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        each = copy.copy(options)
-        each.reduction = "none"
-        x, target, weights = inputs
-        return (each(x, target) * weights).sum()

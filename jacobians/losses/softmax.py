@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bpk.jacobians.core.call import Call, Options, once
+from bpk.jacobians.core.call import Call, once
 from bpk.jacobians.core.engine import is_transformed
 from bpk.jacobians.core.numeric import is_differentiated, safe_sqrt, wide
 from bpk.jacobians.losses.loss import Loss
-from bpk.jacobians.losses.loss_call import unknown_divisor
 
 FEW_CLASSES = 16
 """Up to so many classes, a softmax of many rows takes less time with classes in front."""
@@ -225,18 +224,3 @@ class SoftmaxCrossEntropy(Loss):
             weight = (1 - smoothing) * of_target + smoothing * w.mean() * counts
             total = torch.where(counts.any(), of_target.sum(), 1.0)
         return log_p, weight / total if call.options.reduction == "mean" else weight
-
-
-class WeightedTerms(SoftmaxCrossEntropy):
-    """The sum of `-w_c log p_c` over all positions and classes, with weights of the logits' shape in place of targets.
-
-    By what the weights were divided, they do not tell; a third input does, where that is known.
-    """
-
-    def divides_by(self, call: Call) -> Tensor | int | None:
-        if len(call.inputs) > 2:
-            return call.inputs[2]
-        raise unknown_divisor()
-
-    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        return super().forward(options, inputs[:2], params)

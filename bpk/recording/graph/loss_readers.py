@@ -12,8 +12,9 @@ from torch.autograd.graph import Node
 
 from bpk.jacobians.core.binding import Binding
 from bpk.jacobians.core.engine import is_checkpointed
-from bpk.jacobians.losses.pointwise import PointwiseLoss, WeightedEntries
-from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy, WeightedTerms
+from bpk.jacobians.losses.pointwise import PointwiseLoss
+from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
+from bpk.jacobians.losses.terms import WeightedEntries, WeightedTerms
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine

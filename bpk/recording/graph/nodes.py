@@ -15,9 +15,10 @@ from bpk.recording.graph.identity import function_name, words
 Edge = tuple[Node | None, int]
 """Where a tensor leaves autograd's graph: a node, and the number of its output."""
 
-LINEAR = words("""Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone ConstantPadNd Expand Flip Identity Index
-LeakyRelu Max Maximum Mean Min Minimum Neg Permute Relu Repeat ReshapeAlias Roll Rsub Select Slice Split Squeeze Stack
-Sub Sum T Threshold ToCopy Transpose Unbind UnsafeView Unsqueeze View Where""")
+LINEAR = words("""Abs Add Alias Amax Amin Cat Clamp ClampMax ClampMin Clone ConstantPadNd Cumsum Diagonal Expand Flip
+Gather Identity Index IndexSelect LeakyRelu MaskedFill MaskedSelect Max Maximum Mean Min Minimum Neg Permute Relu Repeat
+ReshapeAlias Roll Rsub Select Slice Sort Split SplitWithSizes Squeeze Stack Sub Sum T Take Threshold ToCopy Topk Trace
+Transpose Unbind UnsafeView Unsqueeze View Where""")
 """What autograd calls functions that are linear in all their arguments (almost everywhere)."""
 
 BILINEAR = words("Bmm Dot Mm Mul Mv")
