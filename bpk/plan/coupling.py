@@ -39,13 +39,13 @@ def caution_coupling(loss: Record, node: Node, extensions: Iterable[Quantity], r
     module = loss.module
     if module in LOOKED_AT or not isinstance(loss.rule, AutodiffLoss) or type(module).__module__.startswith("torch.nn"):
         return
-    if loss.batch_size < 2 or loss.problem or loss.recomputed is not None:
+    if (loss.batch_size < 2 and not loss.whole) or loss.problem or loss.recomputed is not None:
         return  # another pass may tell
     if all(e.second_order or e.fail_mode == FAIL_SILENT for e in extensions):
         return  # nobody is to be told
     LOOKED_AT.add(module)
     samples = torch.arange(loss.batch_size, device=loss.output.device) if rows is None else rows.clamp(min=0)
-    if couples(loss, node, samples, n):
+    if loss.whole or couples(loss, node, samples, n):
         warn(
             explain(
                 f"The loss '{loss.path}' ({type(module).__name__}) couples the samples of a batch.",

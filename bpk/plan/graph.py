@@ -22,7 +22,7 @@ from bpk.recording.context.state import CTX
 from bpk.recording.graph.attention_kernels import SavedInside
 from bpk.recording.graph.identity import words
 from bpk.recording.graph.nodes import Edge, is_linear
-from bpk.recording.graph.ports import Port
+from bpk.recording.graph.ports import OneSample, Port
 from bpk.recording.graph.side_effects import quieten_inside
 from bpk.recording.record import Record
 
@@ -123,7 +123,7 @@ class Source:
         return [*self.target_edges(), *(torch.autograd.graph.get_gradient_edge(p) for p in self.trained)]
 
     @property
-    def entrance(self) -> Port:
+    def entrance(self) -> Port | OneSample:
         """How the input is connected."""
         return self.consumer.entrance(self.index)
 

@@ -33,7 +33,7 @@ from bpk.plan.samples.cautions import caution
 from bpk.plan.samples.parted import caution_parts, count_rows_given
 from bpk.plan.samples.placement import Placement, one_sample
 from bpk.plan.samples.rows import Attribution, require_undissolved
-from bpk.plan.samples.whole_batch import place_or_merge
+from bpk.plan.samples.whole_batch import place_or_merge, see_whole_batch
 from bpk.plan.sources import Sources
 from bpk.plan.support import check_samples, require_axis, require_batch, require_support, tell
 from bpk.plan.survey import computes_again, mixes, require_layers, require_own, require_whole_batch
@@ -88,6 +88,7 @@ class Inspection:
             self.above[root] = self.sources.upstream(root)
         for root in roots:
             require_batch(root)
+            see_whole_batch(root, self.extensions)
             self.require(root)
             self.require_samples([root])
             self.prepare(root)

@@ -20,7 +20,7 @@ from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source, connected, gradient_edge, quieten_layer
 from bpk.plan.stretch import STRETCH
 from bpk.plan.stretch_call import StretchCall
-from bpk.recording.graph.ports import Port
+from bpk.recording.graph.ports import OneSample, Port
 from bpk.recording.record import Record
 
 
@@ -28,7 +28,7 @@ from bpk.recording.record import Record
 class Alignment:
     """How an input of a call corresponds to the result that feeds it: as it is, or with its axes in another order."""
 
-    entrance: Port | None = None
+    entrance: Port | OneSample | None = None
     exit: Port | None = None
 
     def back(self, mat: Tensor) -> Tensor:

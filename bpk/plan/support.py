@@ -14,6 +14,7 @@ from torch import nn
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.errors import UnsupportedLayer, explain, value_error, warn
 from bpk.jacobians.families.autodiff import Autodiff
+from bpk.jacobians.losses.by_autograd import COUPLES
 from bpk.jacobians.losses.loss import HAS_PARAMETERS, MAKE_LAYER, Loss
 from bpk.jacobians.rule import Rule
 from bpk.plan.quantity import FAIL_ERROR, FAIL_SILENT, Quantity, is_of_batch
@@ -97,6 +98,7 @@ def support(extension: Quantity, rule: Rule | None, call: Call | None = None, na
         return Support(Kind.REFUSED, f"{mixing.rstrip('.')}. {why}".strip(), do)
     if reason is not None:
         do = OTHER_LOSS if isinstance(rule, Loss) else WAY_OUT
+        do = f"{do} {SUMS}" if reason == COUPLES else do
         do = ADD_AXIS if reason.rstrip(".").endswith("no batch axis") else do
         return Support(Kind.REFUSED, reason.rstrip(".") + ".", do)
     if call is not None and isinstance(rule, Loss) and extension.sweep().needs_root:

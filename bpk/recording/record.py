@@ -165,6 +165,8 @@ class Record(Connected):
         binding, axes = self.binding, (self.shifted,)
         options = self.hyperparameters.as_called(binding.options)
         moved = self.shifted or binding.axes or binding.out_axes
+        if self.whole:
+            return Call(options, [x[None] for x in inputs], params, self.output)
         if not moved and len(self.used) == 1:  # all tensors are as they are
             out = self.results[self.used[0]]
             return Call(options, inputs, params, out, used={self.used[0]: out.shape[1:]})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import bpk
 from bpk import extensions as E
@@ -68,7 +69,11 @@ class CouplingLoss(nn.Module):
 def test_unknown_loss_that_couples_samples(extension: type) -> None:
     model, loss_fn = extended(loss=CouplingLoss())
     x, _ = data()
-    with refuses(model, NotImplementedError, "CouplingLoss", "couples the samples", "Why:", "Do:"):
+    if extension().sums_samples:
+        backward(model, loss_fn, x, torch.zeros(5, 3), extension())
+        assert saved(model) == {FIELDS[extension]}
+        return
+    with refuses(model, NotImplementedError, "CouplingLoss", "couples the samples", "Why:", "Do:", "DiagHessian"):
         backward(model, loss_fn, x, torch.zeros(5, 3), extension())
 
 
@@ -93,9 +98,18 @@ def test_loss_is_not_scalar(extension: type) -> None:
     model, loss_fn = extended(loss=nn.CrossEntropyLoss(reduction="none"))
     x, y = data()
     with refuses(model, ValueError, "scalar", "Why:", "Do:", "reduction", "a loss module of your own"):
-        loss = loss_fn(model(x), y)
+        loss = checkpoint(loss_fn, model(x), y, use_reentrant=False)
         with bpk.backpack(extension()):
             loss.sum().backward()
+
+
+@pytest.mark.parametrize("extension", SECOND_ORDER, ids=ids)
+def test_terms_of_a_loss_are_added_up(extension: type) -> None:
+    model, loss_fn = extended(loss=nn.CrossEntropyLoss(reduction="none"))
+    x, y = data()
+    with bpk.backpack(extension()):
+        loss_fn(model(x), y).sum().backward()
+    assert saved(model) == {FIELDS[extension]}
 
 
 @pytest.mark.parametrize("extension", SECOND_ORDER, ids=ids)

@@ -292,7 +292,7 @@ def test_tensors_are_made_where_the_user_says() -> None:
 def test_a_function_of_the_mean_couples_samples() -> None:
     model, x, target = network()
     loss = bpk.extend(Squared())
-    with pytest.raises(UnsupportedLayer, match="couples the samples"), bpk.backpack(E.DiagGGNExact()):
+    with pytest.raises(UnsupportedLayer, match="couples the samples"), bpk.backpack(E.KFLR()):
         loss(model(x), target).backward()
 
 

@@ -9,13 +9,19 @@ mix are left to autograd, whose products are those of the batch.
 Sub-sampling means the terms of the loss that belong to the chosen samples, as functions of the whole batch:
 `sum_n J_n^T H_n J_n` with the Jacobian `J_n` of prediction `n`. Where samples are independent, this is the sum over
 what belongs to them alone; and everywhere the sum over all single samples is that of the batch.
+
+A loss that couples samples has one Hessian for the whole batch, which its rule sees as one sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.losses.by_autograd import COUPLES
+from bpk.jacobians.losses.coupled import CoupledLoss
+from bpk.jacobians.losses.loss import AutodiffLoss
 from bpk.plan.quantity import Quantity, is_of_batch
 from bpk.plan.samples.hypotheses import has_no_axis
 from bpk.plan.samples.placement import Placement, is_stuck, place
@@ -40,7 +46,7 @@ def place_or_merge(
     if [root for root in roots if not root.is_loss] or not may_merge(second):
         return {root: place(root, sources, bool(second), has_module_extension, independent) for root in roots}, False
     mixed = {r: None for root in roots for r in sources.upstream(root) if mixes(r) and not has_module_extension(r)}
-    if not mixed:
+    if not mixed and not any(root.whole for root in roots):
         twice = bool([e for e in second if not e.linear_in_terms])  # not made of columns of the loss alone
         try:
             return {root: place(root, sources, True, has_module_extension, independent, twice) for root in roots}, False
@@ -67,10 +73,43 @@ def merge(
     independent = any(e.needs_independence for e in first)
     found = Placement(root, sources, sources.upstream(root), 1)
     if first:
-        found = place(root, sources, False, has_module_extension, independent)
+        with rows_seen(root):
+            found = place(root, sources, False, has_module_extension, independent)
     left = [r for r in found.above if r.rule is None or mixes(r) or is_stuck(r) or has_no_axis(r)]
     found.leave([r for r in left if not has_module_extension(r)])
     return found
+
+
+def see_whole_batch(loss: Record, extensions: Iterable[Quantity]) -> None:
+    """Take a loss that couples samples for one of a single sample, the batch, if second order adds up the batch."""
+    if loss.whole:  # for another pass
+        see_rows(loss)
+    second = [e for e in extensions if e.second_order]
+    rule, usual = loss.rule, loss.aligned and loss.recomputed is None and not loss.problem
+    if not (isinstance(rule, AutodiffLoss) and usual and may_merge(second)):
+        return
+    if all(e.subsampling is None for e in second) and rule.obstacle(loss.call()) == COUPLES:
+        loss.rule, loss.cached = CoupledLoss.of(rule), None
+        loss.see_whole(True)
+
+
+def see_rows(loss: Record) -> None:
+    """The way back: rows are samples."""
+    assert isinstance(loss.rule, CoupledLoss)
+    loss.rule, loss.cached = loss.rule.rule, None
+    loss.see_whole(False)
+
+
+@contextmanager
+def rows_seen(loss: Record) -> Iterator[None]:
+    """Rows are samples, as they are for first order."""
+    rule = loss.rule
+    if isinstance(rule, CoupledLoss):
+        see_rows(loss)
+    yield
+    if isinstance(rule, CoupledLoss):
+        loss.rule, loss.cached = rule, None
+        loss.see_whole(True)
 
 
 def may_merge(second_order: Sequence[Quantity]) -> bool:

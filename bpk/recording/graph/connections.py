@@ -12,7 +12,7 @@ from bpk.jacobians.core.products import add_up
 from bpk.recording import engine
 from bpk.recording.context.state import CTX
 from bpk.recording.graph.nodes import Edge
-from bpk.recording.graph.ports import PLAIN, MatrixLayout, Port
+from bpk.recording.graph.ports import PLAIN, MatrixLayout, OneSample, Port
 from bpk.recording.recomputed import Recomputed
 
 VERSION = attrgetter("_version")
@@ -26,13 +26,13 @@ class Connected:
     output of the graph node is, and `used` are those that something behind the call has asked for. `binding` says how
     the rule sees them, and which `problem` it has with the call (`""`: none). The batch axis may be found elsewhere,
     `shifted`. `layout` says how the matrices of a call that was written down from the graph are rows of features.
-    A call is `aligned` if rule and graph see the same tensors, as of most. Where `hooks` are given, tensors are
-    computed again on demand.
+    The rule of a loss may see the `whole` batch as one sample. A call is `aligned` if rule and graph see the same
+    tensors, as of most. Where `hooks` are given, tensors are computed again on demand.
     """
 
     __slots__ = (  # there is one for each call of a step
         *("_batch_size", "_inputs", "_results", "aligned", "as_called", "binding", "edges", "layout", "places"),
-        *("problem", "recomputed", "shifted", "used", "versions"),
+        *("problem", "recomputed", "shifted", "used", "versions", "whole"),
     )
 
     def __init__(
@@ -51,7 +51,7 @@ class Connected:
         self.edges = edges
         self.places = places
         self.layout = layout
-        self.shifted = 0
+        self.shifted, self.whole = 0, False
         self._batch_size: int | None = None
         self.recomputed: Recomputed | None = None
         several = len(results) > 1
@@ -105,8 +105,13 @@ class Connected:
     def shift(self, axis: int) -> None:
         """The batch axis is not in front, but here (in all inputs and results)."""
         self.shifted = axis
-        self.aligned = self.as_called and not axis
+        self.aligned = self.as_called and not (axis or self.whole)
         self._batch_size = None
+
+    def see_whole(self, yes: bool) -> None:
+        """The rule sees the whole batch as one sample, or does no more."""
+        self.whole = yes
+        self.shift(self.shifted)
 
     def axis(self, index: int) -> int:
         """The batch axis of an input."""
@@ -116,9 +121,12 @@ class Connected:
         """The batch axis of a result."""
         return 0 if self.aligned else self.shifted or self.binding.out_axis(number)
 
-    def entrance(self, index: int) -> Port:
+    def entrance(self, index: int) -> Port | OneSample:
         """How an input is connected."""
-        return PLAIN if self.aligned else self.port(self.axis(index))
+        if self.aligned:
+            return PLAIN
+        port = self.port(self.axis(index))
+        return OneSample(port) if self.whole else port
 
     def exit(self, number: int) -> Port:
         """How a result is connected, beside the others that are used."""
@@ -150,7 +158,7 @@ class Connected:
         """`N`."""
         if self._batch_size is None:
             self._batch_size, axes = 1, self.binding.axes
-            for k, x in enumerate(self.inputs):
+            for k, x in enumerate(() if self.whole else self.inputs):
                 if x.dim() and (not axes or axes[k] is not None):
                     self._batch_size = x.shape[0 if self.aligned else self.axis(k)]
                     break

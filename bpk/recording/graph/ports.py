@@ -96,6 +96,7 @@ class OneSample:
     """A port through which the whole batch is seen as one sample: `[V, 1, N, *out]`."""
 
     port: Port
+    plain = False
 
     def to_rule(self, mat: Tensor) -> Tensor:
         """Columns of the graph, with an axis for the only sample."""
@@ -108,6 +109,10 @@ class OneSample:
     def one_to_rule(self, x: Tensor) -> Tensor:
         """A single tensor of the graph, with an axis for the only sample."""
         return self.port.one_to_rule(x)[None]
+
+    def one_to_graph(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return self.port.one_to_graph(x[0])
 
 
 PLAIN = Port()
