@@ -102,7 +102,7 @@ class KFAC(BlockDiagonal):
                 factor is damped and inverted by itself, `kron((G + g I)^-1, (A + a I)^-1)` with `g a = damping`
                 (Martens and Grosse, section 6.3): cheaper, and another matrix.
         """
-        positive_damping(damping)
+        damping = positive_damping(damping)
         products: dict[str, Product] = dict.fromkeys(self.params, lambda mat: mat / damping)  # of a block of zeros
         for name, factors in self.factors.items():
             if split:

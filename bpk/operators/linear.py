@@ -87,10 +87,12 @@ class LinearOperator(ABC):
         def on_arrays(operator: LinearOperator, array: Any) -> Any:
             if array.dtype.kind == "c":  # solvers for complex matrices: torch would drop the imaginary part
                 return on_arrays(operator, array.real) + 1j * on_arrays(operator, array.imag)
-            return (operator @ torch.as_tensor(array, dtype=self.dtype)).cpu().numpy()
+            given = torch.from_numpy(array.astype(dtype, order="C"))  # torch refuses views backwards, and other types
+            return (operator @ given.to(self.dtype)).to(known).cpu().numpy()
 
         transposed = self.adjoint()
-        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        known = torch.float32 if self.dtype is torch.bfloat16 else self.dtype  # NumPy has no bfloat16
+        dtype = torch.empty(0, dtype=known).numpy().dtype
         return Scipy(
             shape=self.shape,
             dtype=dtype,

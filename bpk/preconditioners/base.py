@@ -24,7 +24,7 @@ from bpk.fields.eigenbasis import Orders
 from bpk.fields.local import SLOT
 from bpk.jacobians.core.errors import runtime_error, value_error
 from bpk.plan.parts import as_parameter, in_parts
-from bpk.preconditioners.parameters import Means, as_means, require_fits, take_up, trained
+from bpk.preconditioners.parameters import Means, as_means, require_fits, taken_up, trained
 from bpk.preconditioners.passes import Passes
 from bpk.preconditioners.schedules import Schedule, constant, rate_of, require_limit, steps_of, weight_of_past
 from bpk.recording.context.state import CTX
@@ -183,7 +183,7 @@ class Preconditioner(ABC):
 
     def follow(self) -> None:
         """Take up parameters that are trained now, and bring what is kept to where they are, in their precision."""
-        take_up(trained(self.model), self.params)
+        self.params = taken_up(self.model, self.params)
         self.means = {name: [m.to(in_parts(self.params[name])) for m in means] for name, means in self.means.items()}
         self.orders.update({p: None if x is None else x.to(p.device) for p, x in self.orders.items()})
 
@@ -239,8 +239,12 @@ class Preconditioner(ABC):
         """Go on from a saved state of the same model."""
         named = dict(self.model.named_parameters())
         require_fits(state, named, type(self).__name__, self.entries_of, self.by_name)
-        self.params |= {n: named[n] for n in (*state["means"], *state["looked_at"]) if n in named}  # frozen ones, too
+        kept = {name for what in ("means", "looked_at", "orders") for name in state[what]} & set(
+            named
+        )  # frozen ones, too
+        self.params = taken_up(self.model, self.params | {name: named[name] for name in kept})
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}
         self.looked_at = {self.params[name] for name in state["looked_at"] if name in self.params}
-        self.orders |= {self.params[n]: order.to(self.params[n].device) for n, order in state["orders"].items()}
+        orders = {self.params[name]: order for name, order in state["orders"].items() if name in self.params}
+        self.orders |= {p: order.to(p.device) for p, order in orders.items()}

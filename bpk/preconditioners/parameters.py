@@ -19,15 +19,19 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def take_up(now: Mapping[str, Tensor], known: dict[str, Tensor]) -> None:
-    """Add those that were unfrozen to the known ones; refuse those that were replaced."""
-    for name, p in now.items():
-        if known.setdefault(name, p) is not p:
+def taken_up(model: nn.Module, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The known parameters and those that were unfrozen; refuses those that were replaced.
+
+    They are in the order of the model, whenever they were taken up: sums over them depend on it in their last bit.
+    """
+    for name, p in trained(model).items():
+        if known.get(name, p) is not p:
             raise value_error(
                 f"Parameter '{name}' is another one than before.",
                 "curvature that is kept belongs to the one that it has replaced.",
                 "build the preconditioner after layers are replaced.",
             )
+    return {name: p for name, p in model.named_parameters() if p.requires_grad or name in known} | dict(known)
 
 
 def require_fits(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
+from math import inf, isnan, nan
 from numbers import Real
 from typing import Any
 
@@ -36,15 +36,18 @@ def weight_of_past(decay: Any) -> float:
 
 
 def rate_of(lr: Any) -> float:
-    """The learning rate."""
+    """The learning rate; not a number would be no limit for any step."""
     try:
-        return float(lr)
-    except (TypeError, ValueError) as error:
+        rate = float(lr)
+    except (TypeError, ValueError):
+        rate = nan
+    if isnan(rate):
         raise value_error(
             f"lr={lr!r} is no learning rate.",
             "kl_clip= limits the step that the optimizer makes, which it scales.",
             "pass lr=0.1, or lr=lambda step: optimizer.param_groups[0]['lr'].",
-        ) from error
+        )
+    return rate
 
 
 def constant(schedule: Schedule, check: Callable[[Any], float]) -> Schedule:

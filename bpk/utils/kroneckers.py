@@ -170,10 +170,13 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
 def inverse(factor: Tensor, shift: float) -> Tensor:
     """`(F + shift I)^-1`; half precision is inverted in float32."""
     if factor.layout is not torch.strided:
-        return sparse_diagonal(1 / (diagonal(factor) + shift))
-    shifted = wide(factor) + shift * torch.eye(len(factor), dtype=wide(factor).dtype, device=factor.device)
-    found, info = torch.linalg.inv_ex(shifted)
-    if info.any():
+        values = diagonal(factor) + shift
+        found, singular = sparse_diagonal(1 / values), bool((values == 0).any())
+    else:
+        shifted = wide(factor) + shift * torch.eye(len(factor), dtype=wide(factor).dtype, device=factor.device)
+        found, info = torch.linalg.inv_ex(shifted)
+        singular = bool(info.any())
+    if singular:
         raise value_error(
             f"A Kronecker factor of shape {list(factor.shape)} is singular{f' with shift {shift}' if shift else ''}.",
             "it is a sum over few samples, or a unit of the layer is always zero.",

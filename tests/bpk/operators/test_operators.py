@@ -364,7 +364,7 @@ def test_kfac_of_a_model_in_half_precision() -> None:
     found = []
     for dtype in (torch.bfloat16, DOUBLE):
         operator = operators.KFAC(model.to(dtype), nn.CrossEntropyLoss(), batches(x.to(dtype), y))
-        each = operator, operator.inverse(0.5), operator.inverse(0.5, split=True)
+        each = operator, operator.inverse(0.5), operator.inverse(torch.tensor(0.5), split=True)
         found.append([matrix @ v.to(dtype) for matrix in each])
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == torch.bfloat16

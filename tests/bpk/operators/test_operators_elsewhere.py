@@ -316,6 +316,12 @@ def test_scipy() -> None:
     torch.testing.assert_close(torch.from_numpy(jacobian.T @ torch.eye(21).numpy()), want["Jacobian"].T)
     v = torch.randn(27, dtype=torch.complex128)
     torch.testing.assert_close(torch.from_numpy(jacobian @ v.numpy()), want["Jacobian"].to(v.dtype) @ v)
+    back = torch.randn(27, dtype=DOUBLE)
+    for array in (back.numpy()[::-1], back.flip(0).numpy().astype(">f8"), back.flip(0).numpy().astype(object)):
+        torch.testing.assert_close(torch.from_numpy(jacobian @ array), want["Jacobian"] @ back.flip(0))
+    half = operators.Jacobian(model.bfloat16(), None, (x.bfloat16(), y)).to_scipy()  # NumPy has no such numbers
+    found = torch.from_numpy(half @ back.numpy())
+    torch.testing.assert_close(found, (want["Jacobian"] @ back).float(), rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,9 @@ def test_refusals() -> None:
     for limit in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"kl_clip={limit} is no limit"):
             kfac(model, kl_clip=limit, lr=0.1)
+    for rate in ("fast", float("nan"), lambda step: float("nan")):
+        with pytest.raises(ValueError, match=r"lr=.* is no learning rate"):
+            take_step(model, kfac(model, kl_clip=1e-3, lr=rate), x, y)
     for decay in (-0.1, 1.5, float("nan"), lambda step: 2.0):
         with pytest.raises(ValueError, match=r"decay=.* is no weight of the past"):
             take_step(model, kfac(model, decay=decay), x, y)
