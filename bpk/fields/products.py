@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bpk.fields.rows import Rows, join, once
 from bpk.jacobians.core import outer
-from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.jacobians.core.errors import UnsupportedLayer, value_error
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.outer import Outer, Some
 from bpk.jacobians.core.products import add_up
@@ -60,8 +60,7 @@ class Products(Rows):
         """`sample_gram` of `left r right^T`, with rows as matrices as the parameter's Kronecker factors see them."""
         left, right, weight = wide(left), wide(right), wide(weight)
         if self.outers:
-            sizes = [part.columns.shape[2:4].numel() for part in self.outers]
-            pairs = zip(self.outers, left.split(sizes, 1), strict=True)
+            pairs = zip(self.outers, self.by_part(left, self.outers), strict=True)
             rotated = [part.rotated(some, right) for part, some in pairs]
             return outer.sample_gram(reduce(sum_of_outers, rotated), weight[None])
         with_rows, found = [use for use in self.uses if not isinstance(use.rule, NoRows)], []
@@ -75,7 +74,7 @@ class Products(Rows):
                 "the rule has kron_input, and no outer.",
                 "give the rule the method outer, or use another posterior for this parameter.",
             )
-        scales = left.split([part.columns.shape[2:4].numel() for part in parts], 1)
+        scales = self.by_part(left, parts)
         for rows in self.pieces():
             each = rows.view(*rows.shape[:2], *self.param.shape)
             seen = [
@@ -85,6 +84,18 @@ class Products(Rows):
             turned = add_up(seen) @ right.T
             found.append(torch.einsum("vnpi,pi,unpi->nvu", turned, weight, turned))
         return torch.cat(found)
+
+    def by_part(self, left: Tensor, parts: Sequence[Outer]) -> Sequence[Tensor]:
+        """The columns of the first factor's basis that each part of the rows meets."""
+        sizes = [part.columns.shape[2:4].numel() for part in parts]
+        if sum(sizes) != left.shape[1]:
+            raise value_error(
+                f"A Kronecker factor with {left.shape[1]} rows cannot be that of the outputs of a parameter of shape "
+                f"{list(self.param.shape)}.",
+                f"its rows have {sum(sizes)} outputs, and factors stand in the order in which KFAC saves them.",
+                "pass what KFAC saves, parameter.kfac, as it is.",
+            )
+        return left.split(sizes, 1)
 
     def along(self, directions: Tensor) -> Tensor:
         """`<rows_vn, d_k>` `[V, n, K]`, for directions `[K, *p]`."""

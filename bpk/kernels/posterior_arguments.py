@@ -16,10 +16,12 @@ from bpk.utils.kroneckers import is_square
 def variances_of(name: str, variances: Tensor, param: Tensor) -> Tensor:
     """The variances of a parameter, if they are some."""
     require_size(name, variances.shape, variances.shape == param.shape, param)
-    if bool((variances < 0).any()):
+    wrong = variances[~((variances >= 0) & variances.isfinite())]
+    if len(wrong):
+        kind = "a negative variance" if wrong[0] < 0 else "a variance that is not finite"
         raise value_error(
-            f"The posterior has a negative variance for '{name}' ({float(variances.min()):g}).",
-            "it is a Gaussian's, and outputs would have negative ones.",
+            f"The posterior has {kind} for '{name}' ({float(wrong[0]):g}).",
+            "it is a Gaussian's, and so would be those of outputs.",
             "invert a precision that is positive: curvature of a GGN, and a prior above zero.",
         )
     return variances.to(param.dtype)
@@ -74,6 +76,16 @@ def require_numbers(**given: Any) -> None:
     for name, x in given.items():
         if not isinstance(x, Real) and not (isinstance(x, Tensor) and x.numel() == 1):
             raise TypeError(f"{name} must be a number, got {repr(x)}.")
+
+
+def require_no_less(what: str, given: float, least: str, fits: bool) -> None:
+    """Refuse a number with which a posterior would have negative variances, or none."""
+    if not fits:
+        raise value_error(
+            f"{what} must be {least}, got {float(given):g}.",
+            "it is a variance in each direction, or the inverse of one.",
+            f"pass a finite number {least}.",
+        )
 
 
 def no_tensor(what: str, given: Any) -> str:

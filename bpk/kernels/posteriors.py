@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from bpk.kernels.posterior_arguments import (
     no_tensor,
     require_matrices,
     require_named,
+    require_no_less,
     require_numbers,
     require_size,
     variances_of,
@@ -187,6 +188,7 @@ class LowRank(Posterior):
             require_named("isotropic", self.isotropic, self.directions)
         else:
             require_numbers(isotropic=self.isotropic)
+            require_no_less("isotropic", self.isotropic, "at least 0", 0 <= self.isotropic < inf)
         counts = {name: x.shape[:1] for name, x in self.directions.items()}
         if self.weights is not None:
             if not isinstance(self.weights, Tensor):
@@ -203,6 +205,8 @@ class LowRank(Posterior):
     @classmethod
     def of(cls, vectors: Mapping[str, Tensor], values: Tensor, prior_precision: float = 1.0) -> LowRank:
         """The inverse of `prior_precision I + sum_k values_k e_k e_k^T`, for orthonormal `e_k` (`bpk.eigenpairs`)."""
+        require_numbers(prior_precision=prior_precision)
+        require_no_less("prior_precision", prior_precision, "above 0", prior_precision > 0)
         return cls(vectors, -values / (values + prior_precision) / prior_precision, 1 / prior_precision)
 
     @property

@@ -35,6 +35,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "one weight": (lambda: LowRank({"weight": TWO}, torch.ones(1)), r"\[2\] of weight, \[1\] of weights"),
     "directions": (lambda: LowRank({"weight": TWO, "bias": ONE}), r"\[2\] of weight, \[1\] of bias"),
     "isotropic": (lambda: LowRank({"weight": TWO}, None, {"bias": ONE}), "isotropic has nothing for 'weight'"),
+    "no isotropic variance": (lambda: LowRank({"weight": TWO}, None, -1.0), "isotropic must be at least 0, got -1"),
+    "no prior": (lambda: LowRank.of({"weight": TWO}, torch.ones(2), 0.0), "prior_precision must be above 0, got 0"),
+    "infinite": (
+        lambda: covariance(Diagonal({"bias": 1 / torch.zeros(3)})),
+        r"a variance that is not finite(?s:.*)inf",
+    ),
+    "in another order": (
+        lambda: covariance(Kronecker({"weight": [torch.eye(5), torch.eye(3)]})),
+        "factor with 5 rows cannot be that of the outputs of a parameter of shape",
+    ),
     "a batch": (
         lambda: bpk.predictive_covariance(model(), [ONE], Diagonal({"bias": ONE[0]})),  # type: ignore[arg-type]
         "got list as x",

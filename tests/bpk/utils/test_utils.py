@@ -156,6 +156,8 @@ def test_bad_kronecker_input() -> None:
         kroneckers.inv_kfacs(given, [1.0])
     with pytest.raises(ValueError, match=r"is singular[\s\S]*positive shift"):
         kroneckers.inv_kfacs([torch.zeros(2, 2)])
+    with pytest.raises(ValueError, match="is singular with shift -1"):  # its inverse had infinite entries
+        kroneckers.inv_kfacs([torch.eye(2).to_sparse()], -1.0)
 
 
 def test_predicates() -> None:
