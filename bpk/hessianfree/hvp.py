@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,11 @@ from bpk.jacobians.core.errors import value_error
 
 @torch.inference_mode(False)  # no graph of derivatives is built in that mode: they would be zero
 def hessian_vector_product(
-    f: Tensor, params: Tensors, v: Tensors, grad_params: Tensors | None = None, detach: bool = True
+    f: Tensor,
+    params: Tensors,
+    v: Tensors,
+    grad_params: Tensor | Iterable[Tensor | None] | None = None,
+    detach: bool = True,
 ) -> tuple[Tensor, ...]:
     """`H v` with `H = d2 f / d params2`, as the gradient of `g^T v` with `g = d f / d params`.
 
@@ -20,7 +26,8 @@ def hessian_vector_product(
         params: The parameters, or one tensor.
         v: One tensor per parameter, of its shape.
         grad_params: The gradient `g`, if it was computed already with `create_graph=True`; saves a backward pass
-            when several products with one Hessian are needed.
+            when several products with one Hessian are needed. `None` where `f` does not depend on a parameter
+            (`torch.autograd.grad(..., allow_unused=True)`).
         detach: Whether the result is cut off the graph. Otherwise it can be differentiated further.
 
     Returns:
@@ -43,7 +50,20 @@ def hessian_vector_product(
             "only a scalar has a Hessian.",
             "pass a scalar, such as loss.mean() or loss.sum().",
         )
-    gradient = None if grad_params is None else as_vectors(grad_params, params, "parameters (grad_params)", where)
+    if not f.requires_grad and any(p.requires_grad for p in params):
+        raise value_error(
+            f"{where} got a function that autograd does not know as one of anything.",
+            "it was detached, or computed under torch.no_grad(), and its Hessian would be zero.",
+            "pass what the loss returns, computed where gradients are enabled.",
+        )
+    gradient = None if grad_params is None else given_gradient(grad_params, params, where)
     if gradient is None or not any(g.requires_grad for g in gradient):  # perhaps computed without create_graph
         gradient = list(derivatives([f], params, [torch.ones_like(f)], create_graph=True))
     return derivatives(gradient, params, v, create_graph=not detach)
+
+
+def given_gradient(given: Tensor | Iterable[Tensor | None], params: Sequence[Tensor], where: str) -> list[Tensor]:
+    """A gradient that was computed already, with zeros where there is none."""
+    several = [given] if isinstance(given, Tensor) or not isinstance(given, Iterable) else given
+    found = [torch.zeros_like(params[k]) if g is None and k < len(params) else g for k, g in enumerate(several)]
+    return as_vectors(found, params, "parameters (grad_params)", where)

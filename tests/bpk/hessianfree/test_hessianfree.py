@@ -171,6 +171,10 @@ def test_parameters_without_influence_give_zeros(extended: bool) -> None:
     every = list(model.parameters())  # the frozen one, too
     product = hessian_vector_product(loss, every, [torch.ones_like(p) for p in every])
     assert [bool(p.any()) for p in product] == [True, False, False, False]
+    given = torch.autograd.grad((model[0](torch.ones(3, 2, dtype=torch.float64)) ** 2).sum(), params, allow_unused=True)
+    assert given[1] is None
+    again = hessian_vector_product(loss, params, v, grad_params=given)
+    torch.testing.assert_close(again, hessian_vector_product(loss, params, v))
     linear = output.sum()  # its gradient depends on no parameter
     assert not flat(hessian_vector_product(linear, params, v)).any()
     assert not flat(jacobian_vector_product(torch.ones(3), params, v)).any()
@@ -218,6 +222,8 @@ def test_bad_input_is_refused_with_a_reason() -> None:
         hessian_vector_product(value, problem.params, v, grad_params=v[:-1])
     with pytest.raises(ValueError, match=r"shape \[5, 3\][\s\S]*only a scalar"):
         hessian_vector_product(output, problem.params, v)
+    with pytest.raises(ValueError, match=r"detached, or computed under torch\.no_grad"):
+        hessian_vector_product(value.detach(), problem.params, v)
     with pytest.raises(ValueError, match="2 vectors for 1 functions"):
         transposed_jacobian_vector_product(output, problem.params, [output, output])
     for wrong in (output.detach(), problem.model(problem.x)):
