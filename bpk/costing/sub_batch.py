@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -22,6 +22,7 @@ from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.jacobians.core.errors import explain, value_error
 from bpk.jacobians.losses.loss import Loss
 from bpk.recording.context.opened import Pass
+from bpk.recording.context.state import CTX
 from bpk.recording.membership import parts_of
 from bpk.recording.record import Record
 from bpk.sweeps.columns.column_sweep import ColumnSweep
@@ -130,7 +131,7 @@ class SubBatches:
         works, found = [], []
         for count in counts:
             context = Observed(*extensions, **limits) if extensions else None
-            works.append(self.passing(self.first(count), context or disable()))
+            works.append(self.passing(self.first(count), context))
             self.forget()
             gc.collect()  # what is let go of meanwhile would count
             try:
@@ -153,7 +154,7 @@ class SubBatches:
     def require_pass(self) -> None:
         """Refuse a batch that cannot pass as it is."""
         try:
-            self.passing(self.problem, disable())()
+            self.passing(self.problem, None)()
         except Exception as error:  # whatever the user's model or loss raises
             raise value_error(
                 f"bpk.cost(...): a forward and backward pass of the batch fails: {str(error).rstrip('.')}.",
@@ -192,13 +193,13 @@ class SubBatches:
         self.passing(self.first(count), context)()
         return context.at_most
 
-    def passing(self, problem: Problem, context: AbstractContextManager[Any]) -> Callable[[], None]:
-        """A forward and a backward pass."""
+    def passing(self, problem: Problem, context: Observed | None) -> Callable[[], None]:
+        """A forward and a backward pass, without a context of the gradient alone."""
 
         def work() -> None:
             for param in self.problem.model.parameters():
                 param.grad = None
-            with context:
+            with context or alone():
                 problem.objective(problem.predict()).backward()
 
         return work
@@ -214,6 +215,13 @@ class SubBatches:
         for param in self.problem.model.parameters():
             param.grad = None
             vars(param).clear()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, passes are without quantities, and none of an enclosing `backpack(...)`."""
+    with disable(), CTX.unseen():
+        yield
 
 
 def not_cut(meant: int, problem: str) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from bpk.jacobians.core.errors import runtime_error
 from bpk.recording import engine
 from bpk.recording.context.opened import ExtensionHook, Opened
+from bpk.recording.context.probe import PROBE
 from bpk.recording.context.surroundings import transformed
 from bpk.recording.data import NOTHING_GIVEN
 from bpk.recording.hooks_for_all import Watch
@@ -143,10 +144,14 @@ class Context(threading.local):
     def unseen(self) -> Iterator[None]:
         """Hide a pass from the extensions of an enclosing `backpack(...)`: it is no backward pass of the user's."""
         before, self.stack = self.stack, []
+        passes = PROBE.passes() if before else 0
         try:
             yield
         finally:
             self.stack = before
+            hidden = PROBE.passes() - passes if before else 0
+            for opened in before:
+                opened.passes_before += hidden
 
 
 class Quietly:

@@ -132,6 +132,17 @@ def test_nothing_is_left_behind() -> None:
     assert not generator.moved() and len(CTX.all_modules()) == modules
 
 
+def test_in_the_context_of_another_pass() -> None:
+    """Passes without extensions were taken for those of the context, whose forward pass had stored nothing."""
+    model, loss_fn, x, y = bpk.extend(nn.Linear(3, 2)), bpk.extend(nn.MSELoss()), torch.randn(8, 3), torch.randn(8, 2)
+    with bpk.backpack(E.KFLR()):
+        loss = loss_fn(model(x), y)
+        found = bpk.cost(model, nn.MSELoss(), x, y, E.Variance())
+        loss.backward()
+    assert found["Variance"].kept == bpk.cost(model, nn.MSELoss(), x, y, E.Variance())["Variance"].kept
+    assert bpk.fields_of(model.weight).kflr[0].shape == (2, 2)
+
+
 def test_statistics_of_a_normalisation_stay() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     before = {name: x.clone() for name, x in model.state_dict().items()}

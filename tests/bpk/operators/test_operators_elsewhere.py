@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import bpk
 from bpk import operators
 from tests.bpk.operators.test_operators import DOUBLE, LOSSES, batches, classes, conv, matrices, mlp
 from tests.random_networks.modules import Cube
@@ -301,6 +302,22 @@ def test_curvlinops_conjugate_gradients(curvlinops: Any) -> None:
     v = want @ torch.randn(27, dtype=DOUBLE)
     solve = curvlinops.CGInverseLinearOperator(ggn.to_curvlinops(), max_iter=200, tolerance=1e-12)
     torch.testing.assert_close(want @ (solve @ v), v, rtol=1e-3, atol=1e-4)
+
+
+def test_products_are_no_backward_pass_of_a_context() -> None:
+    """A context in which nothing else ran ended in an error about a pass that reached no extended module."""
+    torch.manual_seed(0)
+    model, loss_fn, x, y = bpk.extend(mlp()), bpk.extend(nn.CrossEntropyLoss()), torch.randn(7, 4), classes()
+    v = torch.ones(sum(p.numel() for p in model.parameters()))
+    with bpk.backpack(bpk.extensions.Variance()):
+        for operator in (operators.GGN, operators.Hessian, operators.EmpiricalFisher):
+            operator(model, loss_fn, (x, y)) @ v
+    for product in (True, False):
+        other = nn.Linear(4, 3)
+        with pytest.raises(RuntimeError, match="reached no extended module"), bpk.backpack(bpk.extensions.Variance()):
+            nn.functional.cross_entropy(other(x), y).backward()
+            if product:
+                operators.GGN(model, loss_fn, (x, y)) @ v
 
 
 @pytest.mark.processor("arrays of numpy")
