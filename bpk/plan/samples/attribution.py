@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import cache, partial
 from itertools import product
 
-import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
@@ -27,7 +26,7 @@ from bpk.plan.samples.given import (
     rows_in_order,
     with_last_call,
 )
-from bpk.plan.samples.hypotheses import hypotheses, mixed, numberings
+from bpk.plan.samples.hypotheses import hypotheses, mixed, numberings, require_rows
 from bpk.plan.samples.joined import rows_of_parts
 from bpk.plan.samples.listed import alternate, are_joined
 from bpk.plan.samples.picked import picked_rows
@@ -70,15 +69,6 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> Found:
     raise refusal
 
 
-def require_rows(root: Record, sources: Sources) -> None:
-    """Refuse a loss of several tensors that have no rows in common (one of classes, and one of samples)."""
-    fed = {k: root.inputs[k] for k, source in sources[root].items() if source.targets}
-    counts = {x.shape[root.axis(k)] if x.dim() else 0 for k, x in fed.items()}
-    if len(counts) > 1:
-        shapes = ", ".join(str(list(x.shape)) for x in fed.values())
-        raise mixed(f"'{root.path}' is given tensors with different numbers of rows ({shapes})")
-
-
 class Trials:
     """Hypotheses about the rows of a root, tested one after the other, each with all batch axes in front at first.
 
@@ -107,6 +97,14 @@ class Trials:
         except (UnsupportedLayer, NotInFront):
             self.put_back()
             raise
+
+    def in_order_of_data(self, numbers: Tensor, n: int, movable: bool, by_form: bool = False) -> dict[Record, Tensor]:
+        """The same with samples numbered in the order of data."""
+        order = in_order_of_data(self.calls, self.test(numbers, n, movable, by_form), n)
+        self.put_back()
+        if order is None:
+            raise mixed(f"nothing tells the order of those of '{self.root.path}'")
+        return self.test(order.to(numbers.device)[numbers], n, movable, by_form)
 
     def put_back(self) -> None:
         """Take all batch axes for those in front: a hypothesis that does not hold has moved some."""
@@ -176,13 +174,7 @@ class Trials:
         """The sequences of a packed one, where the rows of the root are its rows, in its order or in another one."""
         for n, numbers in rows_as_packed(self.root, self.above, self.calls, self.sources, in_turns):
             with suppress(UnsupportedLayer, NotInFront):
-                rows = self.test(numbers, n, movable=True)
-                order = in_order_of_data(self.calls, rows, n)
-                if order is not None and torch.equal(order, torch.arange(n, device="cpu")):
-                    return n, rows
-                self.put_back()
-                if order is not None:
-                    return n, self.test(order.to(numbers.device)[numbers], n, movable=True)
+                return n, self.in_order_of_data(numbers, n, movable=True)
         return None
 
     def as_joined(self) -> Found | None:
@@ -212,6 +204,8 @@ class Trials:
             for numbers in numberings(root.batch_size, n, in_front):
                 try:
                     rows = self.test(numbers, n, movable, only_by_form)
+                    if not rows_in_order(calls, rows, n):  # the model may have put them in another order
+                        rows = self.in_order_of_data(numbers, n, movable, only_by_form)
                     if rows_in_order(calls, rows, n):
                         return n, rows
                     self.put_back()

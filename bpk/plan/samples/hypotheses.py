@@ -198,6 +198,15 @@ def require_separate_samples(
             raise mixed(f"{record.where} has one for {n} samples")
 
 
+def require_rows(root: Record, sources: Sources) -> None:
+    """Refuse a loss of several tensors that have no rows in common (one of classes, and one of samples)."""
+    fed = {k: root.inputs[k] for k, source in sources[root].items() if source.targets}
+    counts = {x.shape[root.axis(k)] if x.dim() else 0 for k, x in fed.items()}
+    if len(counts) > 1:
+        shapes = ", ".join(str(list(x.shape)) for x in fed.values())
+        raise mixed(f"'{root.path}' is given tensors with different numbers of rows ({shapes})")
+
+
 def mixed(what: str) -> UnsupportedLayer:
     """The refusal of graphs in which samples cannot be told apart by rows."""
     return UnsupportedLayer(
