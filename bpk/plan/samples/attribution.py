@@ -28,7 +28,7 @@ from bpk.plan.samples.given import (
 )
 from bpk.plan.samples.hypotheses import hypotheses, mixed, numberings, require_rows
 from bpk.plan.samples.joined import rows_of_parts
-from bpk.plan.samples.listed import alternate, are_joined
+from bpk.plan.samples.listed import alternate, are_joined, steps_come_first
 from bpk.plan.samples.picked import picked_rows
 from bpk.plan.samples.sequences import in_order_of_data, possible_numbers, rows_as_packed
 from bpk.plan.sources import Sources
@@ -197,7 +197,7 @@ class Trials:
         """
         root, calls = self.root, self.calls
         tables: list[NotInFront] = []
-        given = of_what_was_given(root, calls)
+        given = [] if steps_come_first(calls, self.sources) else of_what_was_given(root, calls)
         given = sorted(given, key=lambda hypothesis: not hypothesis[2]) if self.laid_out else given
         alike = any(n in shape[1:] for n, _, _ in given for record in calls for shape in record.given[:1])
         for only_by_form, (n, movable, in_front) in product((False,) if alike else (True, False), given):

@@ -1,14 +1,15 @@
-"""Samples that a model was given one after the other, in a list or in calls, and not along an axis."""
+"""Samples that a model was given one after the other, in a list or in calls, and not along an axis; steps likewise."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from bpk.plan.samples.given import are_words, calls_of_models, is_given_data, known_sizes
+from bpk.plan.samples.given import are_words, calls_of_models, free_axes, is_given_data, known_sizes
+from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 
@@ -60,6 +61,22 @@ def alternate(records: Iterable[Record], rows: Mapping[Record, Tensor]) -> bool:
         if calls > 1 and record.batch_size > 1 and torch.equal(found, found[0] + calls * number):
             return True
     return False
+
+
+def steps_come_first(calls: Iterable[Record], sources: Sources) -> bool:
+    """Whether a model goes through the first axis of what it was given step by step: `for x_t in x: h = cell(x_t, h)`.
+
+    Calls of a layer feed each other then, and each has as many rows as are along the second axis. Layers that are used
+    again in depth may see steps first, too, and still have the axis of samples behind.
+    """
+    passed = defaultdict[int, list[Record]](list)
+    for record in calls:
+        first = record.given[0] if record.given else ()
+        if len(first) > 1 and first[0] != first[1] == record.batch_size and not free_axes(record):
+            passed[id(record.module)].append(record)
+    return any(
+        not {*each}.isdisjoint(sources.upstream(last)) for each in passed.values() for last in (each[0], each[-1])
+    )
 
 
 def one_by_one(root: Record, above: list[Record]) -> bool:

@@ -290,3 +290,45 @@ def test_functions_see_time_in_front(n: int, steps: int, quantities: tuple[Any, 
         with bpk.backpack(*quantities):
             loss_fn(bpk.extend(model)(x.clone() if data is None else data), y.flatten()).backward()
         torch.testing.assert_close(model.weight.grad_batch, torch.stack(expected))
+
+
+class StepByStep(nn.Module):
+    """A recurrent cell, written as most people do, over the first axis of what it is given."""
+
+    def __init__(self, kind: str, result: str) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(2, 2) if kind == "cell" else nn.Linear(4, 2)
+        self.kind, self.result = kind, result
+        self.start, self.head = nn.Parameter(torch.randn(1, 2), requires_grad=kind != "a constant"), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, N, D]
+        h = self.start.expand(x.shape[1], -1)
+        states = list[Tensor]()
+        for step in x:
+            h = self.cell(step, h) if self.kind == "cell" else torch.tanh(self.cell(torch.cat([step, h], 1)))
+            states.append(h)
+        if self.result == "last":
+            return self.head(states[-1])
+        if self.result == "each":
+            return torch.stack([self.head(h) for h in states], 1).flatten(0, 1)
+        return self.head(torch.stack(states, 1)).flatten(0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:The model was given")
+@pytest.mark.parametrize("kind", ["cell", "linear", "a constant"])
+@pytest.mark.parametrize("result", ["last", "each", "all"])
+@pytest.mark.parametrize("shape", [(2, 4), (3, 6), (4, 2)])
+def test_steps_in_front_are_no_samples_where_samples_are_a_multiple(
+    shape: tuple[int, int], result: str, kind: str
+) -> None:
+    torch.manual_seed(0)
+    steps, n = shape
+    model, loss_fn = bpk.extend(StepByStep(kind, result).double()), bpk.extend(nn.CrossEntropyLoss())
+    for _ in range(2):
+        x, y = torch.randn(steps, n, 2).double(), torch.randint(3, (n if result == "last" else n * steps,))
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(model(x), y).backward()
+        losses = nn.functional.cross_entropy(model(x), y, reduction="none").reshape(n, -1).sum(1) / len(y)
+        for p in [p for p in model.parameters() if p.requires_grad]:
+            expected = torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
+            torch.testing.assert_close(p.grad_batch, expected)
