@@ -114,13 +114,15 @@ def caution_rows(root: Record, above: Sequence[Record], n: int, rows: Mapping[Re
     fewer = not root.is_loss and count < min(counts) and not any(count in shape[:2] for shape in given)
     if (n < 2 or max(counts) >= count) and not fewer:
         return
-    if counts[0] == 1 or count == merged_rows(given[0]):
+    if counts[0] == 1:
         return
     if root.is_loss and sum(counts) == count and len({shape[1:] for shape in given}) == 1:
         return
     if are_listed(above, count) or any(r.owners is not None and len(r.owners) == count for r in above):
         return
     seen = [record for record in above if is_given_data(record)]
+    if count == merged_rows(given[0]) and not any(r.inputs[0].shape[1:] == given[0][1:] for r in seen):
+        return
     in_rows = all(record in rows or record.batch_size == n for record in seen)
     kept = any(record.knows_batch or (n != count and record not in rows and record.batch_size == n) for record in above)
     if kept or not seen or not in_rows or any(is_of_data(record) for record in seen):

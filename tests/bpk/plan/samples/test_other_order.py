@@ -61,3 +61,29 @@ def test_one_row_for_each_sample_is_in_the_order_of_the_loss() -> None:
     losses = nn.functional.cross_entropy(model(x).mean(1), y, reduction="none") / 3
     expected = torch.stack([torch.autograd.grad(loss, model.first.weight, retain_graph=True)[0] for loss in losses])
     torch.testing.assert_close(model.first.weight.grad_batch, expected)
+
+
+class Repeating(nn.Module):
+    """Draws `[K N]` of rows of data, in front of all layers."""
+
+    def __init__(self, width: int, times: int, words: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.times = nn.Linear(width, 4), nn.Linear(4, 3), times
+        self.table = nn.Embedding(5, width) if words else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(self.times, 1)
+        out: Tensor = self.last(self.first(x if self.table is None else self.table(x).sum(1)).tanh())
+        return out
+
+
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize(("width", "times"), [(3, 2), (3, 3), (5, 5)])
+def test_who_repeats_rows_is_told_also_where_these_are_as_many_as_two_axes_have(
+    width: int, times: int, words: bool
+) -> None:
+    model, loss_fn = bpk.extend(Repeating(width, times, words)), bpk.extend(nn.CrossEntropyLoss())
+    x = torch.randint(5, (4, width)) if words else torch.randn(4, width)
+    told = f"of the {4 * times} rows of .* each {times} in a row"
+    with pytest.warns(UserWarning, match=told), bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), torch.randint(3, (4 * times,))).backward()
