@@ -109,6 +109,9 @@ def check_hypothesis(
             raise mixed(f"those of {record.where} cannot be followed to the {n}")
     if inside:
         require_separate_samples(inside, sources, found, n)
+        layers = [record for record in inside if not record.binding.axes]
+        if layers and not any(tells_samples(record, found, n) for record in above):  # any numbers would agree
+            raise mixed(f"one row of {layers[0].where} has those of several of the {n}")
         raise AllSamplesInside(inside)
     follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
     return out_of_order(root, above, found, n)

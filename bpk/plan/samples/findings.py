@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from bpk.plan.samples.decoding import batch_axis, decode
-from bpk.plan.samples.given import is_as_large_as_given, is_given_data, is_laid_out_like_given
+from bpk.plan.samples.given import free_axes, is_as_large_as_given, is_given_data, is_laid_out_like_given
 from bpk.plan.samples.hypotheses import behind_first_axis, has_no_axis, reads_tables
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
@@ -20,7 +20,7 @@ class FeedsSeveral(Exception):
 
 
 class SamplesInside(Exception):
-    """A function whose rows feed several samples, and each entry of a row one of them: they are along a later axis."""
+    """A call whose rows feed several samples, and each entry of a row one of them: they are along later axes, too."""
 
 
 class NotInFront(Exception):
@@ -43,7 +43,7 @@ class LastResort(NotInFront):
 
 
 class AllSamplesInside(NotInFront):
-    """Functions have the samples inside of their rows, and everything else agrees with the hypothesis."""
+    """Calls have the samples inside of their rows, and everything else agrees with the hypothesis."""
 
 
 def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources) -> Tensor:
@@ -63,11 +63,8 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
     if record.params and not may_be_in(record, axis):
         axis = 0
     what = f"row of {record.where} feeds several of the {n} samples"
-    if (
-        record.binding.axes
-        and not (record.knows_batch and record.batch_size > 1)
-        and decode(mat.flatten(1)[..., None], n, tolerance) is not None
-    ):
+    inside = not knows_several(record) if record.binding.axes else not axis and may_have_them_in_two_axes(record, n)
+    if inside and decode(mat.flatten(1)[..., None], n, tolerance) is not None:
         raise SamplesInside
     if movable and axis and len(record.used) > 1 and not record.params:
         raise NotInFront([record])  # its results come side by side, without axes of their own
@@ -94,6 +91,17 @@ def is_beside_samples(record: Record, n: int) -> bool:
     """
     told = bool(record.given) and record.given[0][:1] == (n,)
     return told and record.batch_size == 1 < n and n not in record.inputs[0].shape
+
+
+def knows_several(record: Record) -> bool:
+    """Whether a call knows its batch axis, and has several samples there."""
+    return record.knows_batch and record.batch_size > 1
+
+
+def may_have_them_in_two_axes(record: Record, n: int) -> bool:
+    """Whether the batch axis of what the model was given may be two of a call behind others (`[N / 2, 2, D]`)."""
+    told = bool(record.given) and record.given[0][:1] == (n,) and not is_given_data(record)
+    return told and record.batch_size > 1 and max(free_axes(record) or (1,)) > 1
 
 
 def may_be_in(record: Record, axis: int) -> bool:
