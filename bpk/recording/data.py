@@ -79,6 +79,8 @@ class Data:
             if x.is_contiguous() and self.whole.is_contiguous():
                 return 0
             return steps.index((n, first)) if steps.count((n, first)) == 1 else self.axis_in_copy(x, ())
+        if x.numel() > self.size:  # expanded along an axis of its own
+            return steps.index((n, first)) if steps.count((n, first)) == 1 else None
         if not steps or x.dim() >= self.whole.dim() or first == second:
             return None
         return 0 if steps[0] == (n, first) else 1 if steps[0] == (m, second) else None

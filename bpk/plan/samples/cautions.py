@@ -42,6 +42,7 @@ def caution(root: Record, above: list[Record], n: int, rows: Mapping[Record, Ten
     caution_batch_of_one(root, calls, n)
     caution_one_sample(root, calls, n, sources)
     caution_layout(root, calls, n, rows)
+    caution_draws(root, calls, n)
     caution_rows(root, calls, n, rows)
     caution_axis(root, calls, n, rows)
 
@@ -171,6 +172,34 @@ def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[
         f"the rows of '{root.path}' {another if moved else f'are taken for {n} samples'}.",
         "use a batch that is not as large as the second axis is long, or a layer in front of the functions.",
     )
+
+
+def caution_draws(root: Record, above: Sequence[Record], n: int) -> None:
+    """Tell the user once where functions of data have made another axis as long as that of samples, such as draws."""
+    if n < 2 or root.batch_size == n or root.module in TOLD:
+        return
+    if any(record.given and record.given[0][:1] != (n,) for record in above):
+        return
+    seen = [record for record in above if has_another_axis(record, n)]
+    if not seen or any(is_given_data(record) or record.knows_batch for record in above if record not in seen):
+        return
+    where = f"what {seen[-1].where} sees has these samples is a guess: axis {seen[-1].shifted}"
+    tell(
+        TOLD,
+        root,
+        f"The model was given {n} rows, and which axis of {where}.",
+        "functions in front of all layers have made another one of as many, or of a multiple (draws of each sample).",
+        "use another number of draws than samples, or a layer in front of the functions.",
+    )
+
+
+def has_another_axis(record: Record, n: int) -> bool:
+    """Whether a call sees functions of data with several axes that may be those of samples."""
+    if not record.given or not is_given_data(record) or record.data_axis is not None:
+        return False
+    seen = record.inputs[0].shape
+    made = len(seen) > len(record.given[0]) or seen[:2] != record.given[0][:2]
+    return made and seen[0] % n == 0 and n in (free_axes(record) or ())
 
 
 def tells_layout(record: Record) -> bool:
