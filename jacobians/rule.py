@@ -234,14 +234,15 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
 
         For a parameter this is the factor `G` that goes with `kron_input`. One sample at a time, for less memory.
         """
-        each = (self._congruence_of_sample(call.subset([n]), matrix, wrt) for n in range(call.batch_size))
+        each = (self._congruence_of_samples(call.subset([n]), matrix, wrt) for n in range(call.batch_size))
         return add_up(each) / call.batch_size
 
-    def _congruence_of_sample(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
-        """`J^T M J` for a call with one sample, by multiplying from both sides."""
-        out = call.output.shape[1:]
-        half = self._pull_flat(call, matrix.reshape(len(matrix), 1, *out), wrt)  # M J: [D, D_wrt]
-        return self._pull_flat(call, half.T.reshape(half.shape[1], 1, *out), wrt)
+    def _congruence_of_samples(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
+        """`sum_n J_n^T M J_n`, by multiplying from both sides for all samples of a call at once."""
+        n, out = call.batch_size, call.output.shape[1:]
+        half = self._pull_flat(call, matrix.reshape(len(matrix), 1, *out).expand(-1, n, *[-1] * len(out)), wrt)
+        return self._pull_flat(call, half.permute(2, 1, 0).reshape(half.shape[2], n, *out), wrt).sum(1)
 
     def _pull_flat(self, call: Call, mat: Tensor, wrt: Wrt) -> Tensor:
-        return as_rows(self.jac_t_mat_prod(call, mat, wrt, sum_batch=True))
+        """Rows `[V, N, D_wrt]` of each sample."""
+        return as_rows(self.jac_t_mat_prod(call, mat, wrt, sum_batch=False), 2)

@@ -10,7 +10,6 @@ from torch import Tensor
 from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.rows_through import RowsThrough, materialised
-from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.plan.graph import Source
 from bpk.plan.samples.rows import of_samples, over_batch
@@ -76,11 +75,7 @@ class PlainAutograd(Rule):
         return call.squares(param, [grad_out], None, Of.NORMS)
 
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
-        n, out = call.batch_size, call.output.shape[1:]
-        left = matrix.reshape(len(matrix), 1, *out).expand(-1, n, *[-1] * len(out))
-        half = as_rows(self.jac_t_mat_prod(call, left, wrt, sum_batch=False), 2)
-        right = half.permute(2, 1, 0).reshape(half.shape[2], n, *out)
-        return as_rows(self.jac_t_mat_prod(call, right, wrt, sum_batch=False), 2).mean(1)
+        return self._congruence_of_samples(call, matrix, wrt) / call.batch_size
 
     def residual(self, call: Call, wrts: Sequence[Wrt] = (0,)) -> Residual:
         return Residual.GENERAL

@@ -177,7 +177,7 @@ class Affine(WeightTimesPatches):
     def congruence(self, call: Call, matrix: Tensor, wrt: Wrt = 0) -> Tensor:
         """`J^T M J`, the same for all samples; for weight and bias `G`, `M` summed over positions."""
         if wrt == 0 and len(call.inputs) == 1:
-            return self._congruence_of_sample(call.subset([0]), matrix, 0)
+            return self._congruence_of_samples(call.subset([0]), matrix, 0)
         if isinstance(wrt, int):
             return super().congruence(call, matrix, wrt)
         if self.vectors(call) is not None:

@@ -17,7 +17,6 @@ from bpk.jacobians.core.nested import tensors_in
 from bpk.jacobians.core.numeric import is_differentiated, slices
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.series import Series
-from bpk.jacobians.core.side_by_side import as_rows
 from bpk.jacobians.rule import Rule
 from bpk.jacobians.second_order import structure
 from bpk.jacobians.second_order.bordered import corner
@@ -131,16 +130,8 @@ class Autodiff(Rule):
         if slopes is not None:
             return matrix * (slopes.T @ slopes / len(slopes))
         if structure.same_for_all(self, call, wrt):
-            return self._congruence_of_sample(call.subset([0]), matrix, wrt)
+            return self._congruence_of_samples(call.subset([0]), matrix, wrt)
         size = max(len(matrix), call.sample_shape(wrt).numel())
         step = max(1, BLOCK // size**2)
         parts = (call.subset(range(here.start, here.stop)) for here in slices(call.batch_size, step))
         return add_up(self._congruence_of_samples(part, matrix, wrt) for part in parts) / call.batch_size
-
-    def _congruence_of_samples(self, call: Call, matrix: Tensor, wrt: Wrt) -> Tensor:
-        """`sum_n J_n^T M J_n`, by multiplying from both sides."""
-        n, out = call.batch_size, call.output.shape[1:]
-        left = matrix.reshape(len(matrix), 1, *out).expand(-1, n, *[-1] * len(out))
-        half = as_rows(self.jac_t_mat_prod(call, left, wrt, sum_batch=False), 2)  # (M J_n): [D, N, I]
-        right = half.permute(2, 1, 0).reshape(half.shape[2], n, *out)
-        return as_rows(self.jac_t_mat_prod(call, right, wrt, sum_batch=False), 2).sum(1)

@@ -117,7 +117,7 @@ class LinearMap(ZeroResidual):
         """`J^T M J` once: all samples have the same `J`."""
         x, y = call.inputs[0], call.output
         one = Call(call.options, [x.new_zeros(1, *x.shape[1:])], {}, y.new_zeros(1, *y.shape[1:]))
-        return self._congruence_of_sample(one, matrix, wrt)
+        return self._congruence_of_samples(one, matrix, wrt)
 
 
 class Copying(CopiedEntries, LinearMap):

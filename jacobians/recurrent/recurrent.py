@@ -208,7 +208,7 @@ class Recurrent(RecurrentColumns):
         """For the recursion of KFRA a weight stands for the bias that would be added to its map."""
         if isinstance(wrt, int):
             return super()._pull_flat(call, mat, wrt)
-        return self.kron_rows(call, mat, wrt).sum(1)
+        return self.kron_rows(call, mat, wrt)
 
 
 class RecurrentStep(StepForward, Recurrent):
