@@ -184,14 +184,12 @@ class AutodiffLoss(Loss):
         return next(self.sqrt_hessian_parts(call, call.inputs[0].shape[1:].numel()), call.inputs[0][None][:0])
 
     def sqrt_hessian_parts(self, call: Call, columns: int) -> Iterator[Tensor]:
-        self._require_root(call)
-        factors, x = by_autograd.factors(self, call), call.inputs[0]
+        factors, x = self._root(call), call.inputs[0]
         for numbers in torch.arange(factors.count, device=x.device).split(max(1, columns)):
             yield factors.columns(numbers).reshape(-1, *x.shape).to(x.dtype)
 
     def sqrt_hessian_sampled(self, call: Call, mc_samples: int) -> Tensor:
-        self._require_root(call)
-        factors, x = by_autograd.factors(self, call), call.inputs[0]
+        factors, x = self._root(call), call.inputs[0]
         shape = (mc_samples, *factors.signs.shape)
         normal = torch.randn(shape, dtype=factors.roots.dtype, device=x.device) / mc_samples**0.5
         return factors.mix(normal).reshape(mc_samples, *x.shape).to(x.dtype)
@@ -226,7 +224,8 @@ class AutodiffLoss(Loss):
     def _not_convex_at(self, call: Call) -> str | None:
         return self.not_convex or (NOT_CONVEX if by_autograd.factors(self, call).negative else None)
 
-    def _require_root(self, call: Call) -> None:
+    def _root(self, call: Call) -> by_autograd.Factors:
+        """The factors of the Hessian, if it has a square root."""
         reason = self._not_convex_at(call)
         if reason is not None:
             raise UnsupportedLayer(
@@ -234,6 +233,7 @@ class AutodiffLoss(Loss):
                 f"{reason}.",
                 "use the quantities of the exact Hessian, such as DiagHessian or HMP.",
             )
+        return by_autograd.factors(self, call)
 
 
 GENERIC_LOSS = AutodiffLoss()

@@ -100,7 +100,7 @@ class SoftmaxCrossEntropy(Loss):
         x = call.inputs[0]
         if x.dim() > 2:
             return next(self.sqrt_hessian_parts(call, x.shape[1:].numel()))
-        return self._position_columns(call).reshape(x.shape[1], *x.shape).to(x.dtype)
+        return self.sqrt_hessian_by_position(call)
 
     def bends_down(self, call: Call) -> bool:
         """Weights are those of classes, or of a policy gradient: probabilities of targets, times an advantage."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from bpk.jacobians.core.call import Wrt, index_of
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.numeric import placeholder
+from bpk.jacobians.core.series import add
 from bpk.jacobians.second_order.corrected import corrected
 from bpk.plan.graph import Source, pull_columns
 from bpk.plan.parts import in_parts
@@ -222,10 +223,3 @@ def derivative(outputs: Sequence[Tensor], inputs: Sequence[Tensor], columns: Seq
     """Transposed-Jacobian products of a recorded function, for columns `[V, ...]`; differentiable where all is."""
     columns = [column.to(out.dtype) for out, column in zip(outputs, columns, strict=True)]
     return pull_columns(outputs, inputs, columns)
-
-
-def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """A sum in which `None` stands for zero."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
