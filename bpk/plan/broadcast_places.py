@@ -16,7 +16,7 @@ from bpk.plan.graph import Source
 from bpk.plan.row_products import ALL, RowProduct, product_of
 from bpk.plan.samples.rows import along_rows
 from bpk.recording import engine
-from bpk.recording.graph.identity import function_name
+from bpk.recording.graph.identity import name_of
 from bpk.recording.graph.nodes import Edge, leaf_of, signed
 from bpk.recording.graph.side_effects import beyond
 
@@ -211,7 +211,7 @@ def keeps_rows(node: Node, shape: tuple[int, ...], n: int) -> bool:
     """Whether row by row along axis 0, a function's result of a shape depends on that row of arguments that have it."""
     if tuple(shape[:1]) != (n,):
         return False
-    name = function_name(node)
+    name = name_of(type(node))
     return name in ROW_BY_ROW or (name == "Cat" and signed(engine.saved(node, "dim")) % len(shape) != 0)
 
 

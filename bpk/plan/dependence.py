@@ -25,7 +25,7 @@ from bpk.plan.graph import Source
 from bpk.plan.picks import PICKS
 from bpk.plan.repeated import added, joined, placed, stacked
 from bpk.recording import engine
-from bpk.recording.graph.identity import function_name, name_of, words
+from bpk.recording.graph.identity import name_of, words
 from bpk.recording.graph.nodes import Edge, signed
 from bpk.recording.graph.side_effects import beyond
 
@@ -107,7 +107,7 @@ def in_between(start: Node | None, ends: Container[Edge]) -> dict[Node, None]:
 
 def arguments_of(node: Node, outs: Sequence[Tensor], now: bool = False) -> Parts | None:
     """What the arguments of a function may get, by number (`None`: not known)."""
-    name = function_name(node)
+    name = name_of(type(node))
     known = TABLE.get(name) or (PICKS.get(name) if now else None)
     return None if known is None else known(node, outs)
 
@@ -149,7 +149,7 @@ def reshaped(node: Node, outs: Sequence[Tensor]) -> Parts:
 
 def divided(node: Node, outs: Sequence[Tensor]) -> Parts:
     """The parts of a tensor along an axis, side by side."""
-    unbound = function_name(node) == "Unbind"
+    unbound = name_of(type(node)) == "Unbind"
     (axis,) = axes_of(node, outs[0].dim() - 1 + unbound)
     return [(stacked if unbound else joined)(outs, 1 + axis)]
 
@@ -158,7 +158,7 @@ def sliced(node: Node, outs: Sequence[Tensor]) -> Parts:
     """Zeros, but where the function has taken a part of a tensor along an axis."""
     given, shape, mat = engine.attributes(node), argument_shape(node), outs[0]
     (axis,) = axes_of(node, len(shape))
-    if function_name(node) == "Select":
+    if name_of(type(node)) == "Select":
         index = signed(given["index"]) % shape[axis]
         return [placed(mat.unsqueeze(1 + axis), 1 + axis, shape[axis], slice(index, index + 1))]
     start, end = (None if given[name] is None else signed(given[name]) for name in ("start", "end"))

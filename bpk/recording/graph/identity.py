@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
 
 from bpk.recording import engine
 
@@ -63,14 +62,9 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def function_name(node: Node) -> str:
-    """What torch calls the function of a node, without "Backward" and numbers (`""`: a function that a user wrote)."""
-    return name_of(type(node))
-
-
 @lru_cache(maxsize=1024)
 def name_of(kind: type) -> str:
-    """The same, by the class of the node."""
+    """What torch calls the function of a node of this class, without "Backward" and numbers (`""`: a user's)."""
     if issubclass(kind, IDENTITIES):
         return "Identity"
     head, _, number = kind.__name__.rpartition("Backward")

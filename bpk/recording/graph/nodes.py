@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.engine import leaf_of as leaf_of
 from bpk.jacobians.second_order.graph import between
 from bpk.recording import engine
-from bpk.recording.graph.identity import function_name, words
+from bpk.recording.graph.identity import name_of, words
 
 Edge = tuple[Node | None, int]
 """Where a tensor leaves autograd's graph: a node, and the number of its output."""
@@ -70,7 +70,7 @@ def is_linear(node: Node, meant: Callable[[Edge], bool] = is_differentiable) -> 
     """
     if type(node) in engine.PASSING_ON:
         return True
-    name = function_name(node)
+    name = name_of(type(node))
     if name in LINEAR:
         return name != MODULUS or not engine.kind_of_output(*node.next_functions[0])[1].is_complex
     places = [k for k, edge in enumerate(node.next_functions) if meant(edge)]
@@ -104,14 +104,14 @@ def weight_of_product(node: Node) -> Tensor | None:
     A product multiplies with its transpose: where it does so with the leaf as it is, the gradient may be found turned.
     """
     here: Node | None = node
-    while here is not None and function_name(here) in RESHAPING:
+    while here is not None and name_of(type(here)) in RESHAPING:
         here = here.next_functions[0][0]
-    name = "" if here is None else function_name(here)
+    name = "" if here is None else name_of(type(here))
     if here is None or name not in (*OF_MATRICES, "Convolution"):
         return None
     above = here.next_functions[OPERANDS[name][1][1]][0]
     if name in OF_MATRICES:
-        above = above.next_functions[0][0] if above is not None and function_name(above) == "T" else None
+        above = above.next_functions[0][0] if above is not None and name_of(type(above)) == "T" else None
     return leaf_of(above)
 
 
@@ -145,7 +145,7 @@ def verdict(node: Node | None) -> bool | None:
     if node.name() == engine.ACCUMULATE:
         return True
     known: bool | None = engine.belongings(node).get(ALONE_OF)
-    return known if known is not None or function_name(node) in ALONE else False
+    return known if known is not None or name_of(type(node)) in ALONE else False
 
 
 def arguments(node: Node) -> list[Node | None]:
@@ -159,7 +159,7 @@ def arguments(node: Node) -> list[Node | None]:
 
 def is_frozen(node: Node, place: int) -> bool:
     """Whether an operand of a product is a frozen parameter (not known in a checkpoint, which is not asked)."""
-    for name, at in OPERANDS.get(function_name(node), ()):
+    for name, at in OPERANDS.get(name_of(type(node)), ()):
         if at == place:
             x = engine.saved_tensor(node, name)
             return x is not None and is_frozen_parameter(x)
@@ -174,7 +174,7 @@ def is_frozen_parameter(x: Tensor) -> bool:
 def is_number(node: Node, place: int) -> bool:
     """Whether an argument by which a function multiplies or divides is one number."""
     name = "other" if place else "self"
-    if function_name(node) not in ("Mul", FRACTION) or not engine.keeps_tensor(node, name):
+    if name_of(type(node)) not in ("Mul", FRACTION) or not engine.keeps_tensor(node, name):
         return False
     return engine.saved(node, name).dim() == 0
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.arrangement import AXES, SHAPE, Arrangement, Step
 from bpk.recording import engine
 from bpk.recording.graph.identity import name_of
-from bpk.recording.graph.nodes import is_of_leaves, leaf_of, signed
+from bpk.recording.graph.nodes import leaf_of, signed
 
 TRANSPOSES = ("T", "Transpose", "Permute")
 """Functions that exchange axes."""
@@ -90,20 +90,10 @@ def is_cast_once(walk: Sequence[Node]) -> bool:
     return [name_of(type(node)) for node in walk].count(CAST) < 2
 
 
-def has_own_order(walk: Sequence[Node]) -> bool:
-    """Whether what was rearranged by these nodes still has its entries in their order."""
-    return all(name_of(type(node)) in SAME_ORDER for node in walk)
-
-
 def parameter_at(node: Node | None) -> nn.Parameter | None:
     """The parameter whose gradient a node accumulates."""
     leaf = leaf_of(node)
     return leaf if isinstance(leaf, nn.Parameter) else None
-
-
-def is_of_parameters(node: Node | None) -> bool:
-    """Whether an operand is made of parameters: the product computes one of something else, its rows are no samples."""
-    return parameter_behind(node)[0] is not None or is_of_leaves(node)
 
 
 def axes_of(node: Node, dim: int) -> tuple[int, ...]:

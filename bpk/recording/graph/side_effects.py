@@ -41,7 +41,7 @@ class Quiet:
         if CTX.quiet:
             return None
         changed = self.hook(*grads)
-        if self.inside and is_other(changed, grads[0]) and any(e.second_order for e in CTX.get_active_exts()):
+        if self.inside and gives_others(changed, grads[0]) and any(e.second_order for e in CTX.get_active_exts()):
             raise UnsupportedLayer(
                 "Second-order quantities cannot be computed behind a hook that changes gradients.",
                 "a hook changed the gradient: it is not that of the extended losses any more.",
@@ -50,7 +50,7 @@ class Quiet:
         return changed
 
 
-def is_other(changed: Any, given: Any) -> bool:
+def gives_others(changed: Any, given: Any) -> bool:
     """Whether a hook has returned other gradients than it was given."""
     if changed is None:
         return False

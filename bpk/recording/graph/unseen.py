@@ -20,9 +20,10 @@ from bpk.jacobians.core.function_module import Plain, class_standing_for
 from bpk.jacobians.families.scaled import SCALE, Scaled
 from bpk.jacobians.rule import Rule
 from bpk.recording import engine
+from bpk.recording.graph.identity import name_of
 from bpk.recording.graph.kept import kept_by
-from bpk.recording.graph.nodes import is_frozen_parameter
-from bpk.recording.graph.parameter_operands import has_own_order, is_of_parameters, operand_behind
+from bpk.recording.graph.nodes import is_frozen_parameter, is_of_leaves
+from bpk.recording.graph.parameter_operands import SAME_ORDER, operand_behind, parameter_behind
 from bpk.recording.graph.ports import MatrixLayout, Port
 from bpk.recording.hyperparameters import FIXED, hyperparameters_of
 from bpk.recording.record import Record
@@ -53,9 +54,10 @@ class Unseen(NamedTuple):
             if edge[0] is None:
                 continue
             operand = operand_behind(edge[0])
-            if operand is None or operand.param is found.get("weight") or not has_own_order(operand.walk):
+            if operand is None or operand.param is found.get("weight"):
                 return None
-            if operand.param.shape != engine.kind_of_output(*edge)[0]:
+            in_order = all(name_of(type(node)) in SAME_ORDER for node in operand.walk)
+            if not in_order or operand.param.shape != engine.kind_of_output(*edge)[0]:
                 return None
             if operand.scale is not None:
                 if name == "bias":
@@ -74,9 +76,10 @@ class Unseen(NamedTuple):
         `None`: the call is left to autograd. Of an input that is made of parameters, rows are no samples; autograd
         knows what to conjugate of complex numbers.
         """
-        if any(p not in self.extended for p in params.values()) or is_of_parameters(self.node.next_functions[place][0]):
+        above = self.node.next_functions[place][0]
+        if any(p not in self.extended for p in params.values()) or parameter_behind(above)[0] is not None:
             return None
-        kept = self.kept(*names)
+        kept = None if is_of_leaves(above) else self.kept(*names)
         if kept is None or is_frozen_parameter(kept[0]):
             return None
         together = (kept[0], *params.values())

@@ -15,7 +15,7 @@ from bpk.jacobians.second_order.probing import draw
 from bpk.plan.graph import Source
 from bpk.plan.parts import in_parts
 from bpk.recording.context.state import CTX
-from bpk.recording.graph.identity import function_name
+from bpk.recording.graph.identity import name_of
 
 UNDEFINED = {
     "LogcumsumexpBackward0": "torch's derivatives of the gradient of logcumsumexp are NaN, as functions of its vector."
@@ -40,11 +40,6 @@ right, and the next one is not: statistics of normalisations count as constants 
 
 REFUSAL = "torch::autograd::Error"
 """The node that `once_differentiable` puts behind a gradient."""
-
-
-def has_users_functions(source: Source) -> bool:
-    """Whether there are functions that users wrote (the names of torch's own end with a number)."""
-    return any(not function_name(node) and node.name().endswith("Backward") for node in source.nodes)
 
 
 def is_marked(source: Source, grad: Tensor) -> bool:
@@ -146,7 +141,8 @@ def differentiable_twice(source: Source, grad: Tensor) -> Iterator[None]:
     what = f"A function before {source.consumer.where} cannot be differentiated twice."
     do = "use a quantity that differentiates it once (DiagGGNExact, KFAC, ...), or write the function with others."
     with refused_as(lambda reason: UnsupportedLayer(what, reason, do)):
-        if has_users_functions(source):
+        # those that users wrote have names without a number at the end
+        if any(not name_of(type(node)) and node.name().endswith("Backward") for node in source.nodes):
             if is_marked(source, grad):
                 raise UnsupportedLayer(what, "it is marked with once_differentiable.", do)
             if is_hidden(source, grad):

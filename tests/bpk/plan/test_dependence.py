@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bpk.plan.dependence import TABLE, reached_entries
 from bpk.plan.graph import Source
 from bpk.plan.picks import PICKS
-from bpk.recording.graph.identity import Keep, function_name, words
+from bpk.recording.graph.identity import Keep, name_of, words
 
 Function = Callable[[Tensor], Tensor]
 
@@ -160,7 +160,7 @@ def test_every_entry_of_the_table_is_tried() -> None:
         node = waiting.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            names.add(function_name(node))
+            names.add(name_of(type(node)))
             waiting += [above for above, _ in node.next_functions]
     assert set(TABLE) <= names
 
@@ -210,7 +210,7 @@ PICKED: dict[str, Function] = {
 def test_what_data_pick_is_known_for_now(function: Function) -> None:
     """Entries that are taken get what comes to them, and no others; what is only overwritten may be among them."""
     h, out, source = stretch_of(function)
-    overwrites = function_name(out.grad_fn) in ("IndexPut", "MaskedScatter")
+    overwrites = name_of(type(out.grad_fn)) in ("IndexPut", "MaskedScatter")
     for number in torch.randperm(out.numel())[:12]:
         unit = torch.zeros(out.numel(), dtype=h.dtype).index_fill(0, number, 1.0).reshape(out.shape)
         (row,) = torch.autograd.grad(out, h, unit, retain_graph=True)
@@ -221,7 +221,7 @@ def test_what_data_pick_is_known_for_now(function: Function) -> None:
 
 
 def test_every_function_that_picks_is_tried() -> None:
-    names = {function_name(stretch_of(function)[1].grad_fn) for function in PICKED.values()}
+    names = {name_of(type(stretch_of(function)[1].grad_fn)) for function in PICKED.values()}
     assert set(PICKS) <= names
 
 
