@@ -132,7 +132,7 @@ class Observing:
     def show(self, key: Hashable, sweep: Tape, step: Step, states: Mapping[str, ParameterState]) -> None:
         """Hand what a sweep finds at a call to the call's parameters."""
         arrived = sweep.visit(step)
-        view, rule = step.view(sweep.samples), step.rule_at(sweep.samples)
+        rule, view = step.seen(sweep.samples)
         for name, state in states.items():
             use = Use(view, rule, name, arrived, step.samples_of_rows)
             self.parameters.collect(state, key, use, step.batch_size)

@@ -83,10 +83,6 @@ class Source:
         found = pull_columns(ends, self.target_edges(), mats)
         return {k: port.to_rule(g) for k, (port, g) in enumerate(zip(self.exits, found, strict=True)) if g is not None}
 
-    def is_beside(self, other: Source) -> bool:
-        """Whether another stretch leads from the same results to the same call."""
-        return {edge for _, edge in self.targets} == {edge for _, edge in other.targets}
-
     def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
         """The gradient at the beginnings as a differentiable function of them, and of `grad` (stretches only).
 

@@ -112,6 +112,11 @@ class Plan:
         return sum(any(p is param for p in step.params.values()) for step in self.steps) > 1
 
     @property
+    def on_processor(self) -> bool:
+        """Whether the losses are on a processor, and so is what travels."""
+        return self.steps[0].call.output.device.type == "cpu"
+
+    @property
     def key(self) -> tuple[int, ...]:
         """Tells plans of one backward pass from each other."""
         return tuple(map(id, self.losses))
@@ -155,9 +160,9 @@ class Plan:
 
 def put_beside(producers: Sequence[Step]) -> None:
     """Let stretches before a call know of others that lead there from the same results."""
-    plain = [(step, source) for step in producers if (source := step.source) is not None and not step.params]
-    for step, source in plain if len(plain) > 1 else ():
-        step.beside = [other for other, mine in plain if other is not step and source.is_beside(mine)]
+    plain = [(s, {edge for _, edge in s.source.targets}) for s in producers if s.source is not None and not s.params]
+    for step, results in plain if len(plain) > 1 else ():
+        step.beside = [other for other, others in plain if other is not step and others == results]
 
 
 def consumers_first(losses: Sequence[Step]) -> list[Step]:

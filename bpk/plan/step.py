@@ -172,10 +172,11 @@ class Step(Progress):
             self.views[samples] = self.call.subset(samples)
         return self.views[samples]
 
-    def rule_at(self, samples: tuple[int, ...] | None) -> Rule:
-        """The rule for the call restricted to some samples: one that takes an empty batch, if these are none."""
+    def seen(self, samples: tuple[int, ...] | None) -> tuple[Rule, Call]:
+        """The call restricted to some samples, with its rule: one that takes an empty batch, if these are none."""
         assert self.rule is not None
-        return self.rule if samples != () or self.rule is STRETCH else with_rows(self.rule, self.view(samples))
+        view = self.view(samples)
+        return self.rule if samples != () or self.rule is STRETCH else with_rows(self.rule, view), view
 
     def cast(self, mat: Tensor) -> Tensor:
         """Bring what has arrived to the precision of the call."""

@@ -39,7 +39,7 @@ class ModuleExtensionSweep(Player):
         if step.params or not isinstance(share, Tensor):
             raise no_way(step)
         step.reached = True
-        view, rule = step.view(self.samples), step.rule_at(self.samples)
+        rule, view = step.seen(self.samples)
         if rule is STRETCH:
             sent = STRETCH.jac_t_mat_prods(view, share)
         else:

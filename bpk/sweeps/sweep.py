@@ -8,15 +8,14 @@ call behind it by the call's rule. Extensions that ask for equal sweeps share on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from bpk.fields.arrived import Columns, Use
-from bpk.jacobians.core.call import Call, index_of
+from bpk.jacobians.core.call import index_of
 from bpk.jacobians.core.errors import UnsupportedLayer, value_error
-from bpk.jacobians.rule import Rule
 from bpk.plan.plan import Plan
 from bpk.plan.quantity import Takes
 from bpk.plan.step import Step
@@ -114,14 +113,16 @@ class Player(Sweep, ABC):
     def visit(self, step: Step) -> None:
         """Pass one call: hand what has arrived there to its parameters, and send it on to what feeds the call."""
 
-    def note(
-        self, uses: UsesById, step: Step, view: Call, rule: Rule, arrived: Any, names: Mapping[str, str] | None = None
-    ) -> None:
-        """Note what has come to parameters of a call: all of them, or these (`names` in the view, and in the step)."""
-        rows, origin = step.samples_of_rows, (step.record, step.consumer and step.index)
+    def note(self, uses: UsesById, step: Step, arrived: Any, names: Iterable[str] | None = None) -> None:
+        """Note what has come to parameters of a call: all of them, or these."""
+        rule, view = step.seen(self.samples)
         for name in step.params if names is None else names:
-            param = step.params[name if names is None else names[name]]
-            uses.setdefault(id(param), []).append(Use(view, rule, name, arrived, rows, origin))
+            self.note_use(uses, step, name, Use(view, rule, name, arrived))
+
+    def note_use(self, uses: UsesById, step: Step, name: str, use: Use) -> None:
+        """Note a use of a parameter of this name, by the call itself or by a product inside of it."""
+        use.samples, use.origin = step.samples_of_rows, (step.record, step.consumer and step.index)
+        uses.setdefault(id(step.params[name]), []).append(use)
 
     def settle_last(self, uses: UsesById, step: Step) -> None:
         """Parameters whose last use a call is have got all that comes with what has been noted."""

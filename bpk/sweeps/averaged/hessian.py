@@ -43,7 +43,7 @@ class AveragedHessian(Averaged):
                 self.add_columns(list(step.links.values()), [self.rows(x, 1) for x in parts], self.rows(found[1], 1))
             return
         wrts: tuple[Wrt, ...] = tuple(step.links)
-        rule, view = step.rule_at(self.samples), step.view(self.samples)
+        rule, view = step.seen(self.samples)
         kind = rule.residual(view, wrts) if wrts else Residual.ZERO
         if kind is Residual.ZERO:
             return

@@ -118,7 +118,7 @@ class Averaged(Player):
         require_one_name(step)
         view = as_precise(step, step.view(self.samples), matrix)
         arrived = Averages(matrix, self.meet(step, row))
-        self.note(self.uses, step, step.view(self.samples), step.rule_at(self.samples), arrived)
+        self.note(self.uses, step, arrived)
         self.settle_last(self.uses, step)
         self.keep(step, matrix, row)
         for (i, j), block in blocks_between(step, view, matrix).items():

@@ -41,7 +41,7 @@ class Places:
         self.plan = plan
         self.steps: list[Step] = []
         self.inside: dict[Step, list[InnerProduct]] = {}
-        self.left: dict[Step, dict[str, str]] = {}
+        self.left: dict[Step, list[str]] = {}
         self.ends: dict[Edge, Step] = {}
         self.room = room
         self.served = len(plan.steps) > FEW_CALLS and all(map(self.can_pass, plan.steps))
@@ -88,9 +88,9 @@ class Places:
         found = inner_products(step.record, step.call, step.node)
         known = {name for product in found for name in product.names.values()}
         self.inside[step] = found
-        self.left[step] = {name: name for name in step.params if name not in known}
+        self.left[step] = [name for name in step.params if name not in known]
         self.room -= sum([product.call.output.numel() for product in found])
-        return self.left[step].keys().isdisjoint(rule.inside)
+        return rule.inside.keys().isdisjoint(self.left[step])
 
     @property
     def edges(self) -> list[GradientEdge]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from bpk.fields.arrived import PIECE, Columns
+from bpk.fields.arrived import PIECE, Columns, Use
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.numeric import FEW_NUMBERS
 from bpk.jacobians.rule import Rule
@@ -41,8 +41,7 @@ class Travelling(Player, ABC):
     @property
     def chunk(self) -> int:
         """How many columns are made at a time: no block may outgrow what memory hands out quickly."""
-        on_processor = self.plan.steps[0].call.output.device.type == "cpu"
-        piece = max(1, PIECE // self.plan.largest) if on_processor else 1 << 62
+        piece = max(1, PIECE // self.plan.largest) if self.plan.on_processor else 1 << 62
         return piece if self.at_most is None else max(1, min(piece, self.at_most))
 
 
@@ -69,9 +68,9 @@ class Run:
             self.waiting |= {} if self.brought is None else self.brought.columns
         for wrt, mat in mats.items():
             if isinstance(wrt, str):
-                sweep, own = self.sweep, Columns()
+                own = Columns()
                 own.add_to_parameter(wrt, key, mat, signs)
-                sweep.note(self.uses, step, step.view(sweep.samples), step.rule_at(sweep.samples), own, {wrt: wrt})
+                self.sweep.note(self.uses, step, own, [wrt])
             elif self.brought is None:
                 self.send(step.links[wrt], key, mat, signs)
         self.sweep.rounds += not self.count
@@ -120,25 +119,26 @@ class Run:
         if sweep.module_extensions is not None and sweep.module_extensions.serves(step):
             self.apply_module_extension(step, columns)
             return
-        view, rule = step.view(sweep.samples), step.rule_at(sweep.samples)
+        rule, view = step.seen(sweep.samples)
         going = columns
         if step.params:  # which keep the blocks until they are settled
             going = Columns(dict(columns.blocks), signs=columns.signs, unshared=columns.unshared)
         if rule.inputs_first:
             self.send_on(step, view, rule, going)
         if step.params:
-            sweep.note(self.uses, step, view, rule, columns, names)
+            sweep.note(self.uses, step, columns, names)
             if last:
                 sweep.settle_last(self.uses, step)
         del columns
         if not rule.inputs_first:
             self.send_on(step, view, rule, going)
 
-    def look_inside(self, step: Step, brought: Brought) -> dict[str, str] | None:
+    def look_inside(self, step: Step, brought: Brought) -> Sequence[str] | None:
         """Note what autograd has brought to products inside of a call; returns the parameters left (`None`: all)."""
         step.reached = True
         for product, columns in brought.inside.get(step, ()):
-            self.sweep.note(self.uses, step, product.call, product.rule, columns, product.names)
+            for own, name in product.names.items():
+                self.sweep.note_use(self.uses, step, name, Use(product.call, product.rule, own, columns))
         return brought.left.get(step)
 
     def send_on(self, step: Step, view: Call, rule: Rule, columns: Columns) -> None:
@@ -187,7 +187,7 @@ class Run:
     def send(self, link: Link, key: Hashable, mat: Tensor, signs: Tensor | None, unshared: bool = False) -> None:
         """Hand columns at an input to the call that feeds it; `unshared`: nobody else looks at their memory."""
         waiting = self.waiting.setdefault(link.producer, Columns())
-        waiting.add(key, mat if link.entrance is None else link.back(mat), signs)
+        waiting.add(key, link.back(mat), signs)
         if unshared and link.entrance is None:
             waiting.unshared.add(key)
         else:

@@ -24,6 +24,7 @@ from bpk.plan.step import Step
 from bpk.plan.stretch_call import StretchCall
 from bpk.sweeps.columns.diagonals import in_one_precision, tied_inside
 from bpk.sweeps.columns.merging import flat
+from bpk.sweeps.columns.run import Travelling
 from bpk.sweeps.curvature import Curvature
 from bpk.sweeps.products.call_products import CallProducts, linearised
 
@@ -63,7 +64,7 @@ def can_push(step: Step, by_sample: bool) -> bool:
 
 def is_flat(step: Step, samples: tuple[int, ...] | None) -> bool:
     """Whether a call is linear in each of its parameters."""
-    rule, view = step.rule_at(samples), step.view(samples)
+    rule, view = step.seen(samples)
     return all(rule.residual(view, (name,)) is Residual.ZERO for name in step.params)
 
 
@@ -116,42 +117,32 @@ class Tangents:
     """Tangents from the parameters of some calls to the one in front of them.
 
     Args:
+        sweep: Says which samples count, and how many tangents may exist at a time.
         at: The call in front.
         behind: All calls behind it, consumers first.
         forms: What is curved ahead of them, at its output and at those of others to which columns go that pass it by.
-        samples: Those that count (`None`: all).
-        chunk: How many tangents may exist at a time.
-        rows: Restricts a tensor over the batch to these samples.
 
     Raises:
         UnsupportedLayer: A function among them cannot be differentiated as often.
     """
 
-    def __init__(
-        self,
-        at: Step,
-        behind: list[Step],
-        forms: Mapping[Step, QuadraticForm],
-        samples: tuple[int, ...] | None,
-        chunk: int,
-        rows: Callable[[Tensor], Tensor],
-    ) -> None:
+    def __init__(self, sweep: Travelling, at: Step, behind: list[Step], forms: Mapping[Step, QuadraticForm]) -> None:
         self.order = [*reversed(behind), at]
         self.forms = forms
         self.signs = {key: signs for form in forms.values() for key, signs in form.columns.signs.items()}
-        self.chunk = chunk
+        self.chunk = sweep.chunk
         if at.call.output.device.type == "cpu":
-            self.chunk = min(chunk, max(1, PIECE // max(step.call.output.numel() for step in self.order)))
+            self.chunk = min(self.chunk, max(1, PIECE // max(step.call.output.numel() for step in self.order)))
         self.last_reader: dict[Step, Step] = {}
         self.products: dict[Step, CallProducts] = {}
         self.residuals: dict[Step, QuadraticForm] = {}
         for step in self.order:
             self.last_reader |= {link.producer: step for link in step.links.values()}
-            stretch = linearised(step, samples)
+            stretch = linearised(step, sweep.samples)
             if stretch is not None and stretch.refusal is not None:
                 raise stretch.refusal
-            rule, view = step.rule_at(samples), step.view(samples)
-            self.products[step] = CallProducts(rule=rule, call=view, grad=rows(step.grad), stretch=stretch)
+            rule, view = step.seen(sweep.samples)
+            self.products[step] = CallProducts(rule=rule, call=view, grad=sweep.rows(step.grad), stretch=stretch)
             residual = QuadraticForm.of_residual(self.products[step])
             self.residuals |= {} if residual is None else {step: residual}
 

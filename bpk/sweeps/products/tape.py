@@ -103,7 +103,7 @@ class Tape(Sweep):
         """Add a frame; what arrives at the call is the tape, up to it."""
         if step.params:
             self.live_within(step.record.module)
-        view = step.view(self.samples)
+        rule, view = step.seen(self.samples)
         kept = view if torch.is_grad_enabled() else view.detached()  # a live graph would lead back to the parameter
         samples = None if step.mixed else self.samples
         grad = step.grad if step.is_loss or step.mixed else self.rows(step.grad)
@@ -116,7 +116,7 @@ class Tape(Sweep):
         elif step.rule is PASSAGE:
             kept = Call(None, kept.inputs, kept.params, kept.output, used=kept.used)  # the module is often the model
         frame = Frame(
-            rule=step.rule_at(self.samples),
+            rule=rule,
             call=kept,
             grad=grad,
             stretch=stretch,

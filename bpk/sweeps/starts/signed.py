@@ -63,7 +63,7 @@ class SignedHessian(ColumnSweep):
 
     def settle_diagonal(self, step: Step, diag: WaitingDiagonal) -> None:
         """What a diagonal at the output of a call brings to its parameters."""
-        rule, view = step.rule_at(self.samples), step.view(self.samples)
+        rule, view = step.seen(self.samples)
         step.reached = True
         for name in step.params:
             self.settle_squares(step, name, partial(rule.squares_of_diagonal, view, diag.values, name))
@@ -72,7 +72,7 @@ class SignedHessian(ColumnSweep):
         """The columns of what is curved at the input of a call, if that is a diagonal, for the call before, and few."""
         if not takes(step) or not is_flat(step, self.samples) or not self.may_start_later(step, step.call.output.dtype):
             return None
-        rule, view = step.rule_at(self.samples), step.view(self.samples)
+        rule, view = step.seen(self.samples)
         if rule.residual(view) is not Residual.GENERAL:  # then no gradient is asked for
             return None
         found = rule.curvature_behind(view, self.rows(step.grad), None if diag is None else diag.values)
@@ -85,7 +85,7 @@ class SignedHessian(ColumnSweep):
         """What a diagonal at the output of a call sends to its input."""
         if not step.links:
             return []
-        rule, view = step.rule_at(self.samples), step.view(self.samples)
+        rule, view = step.seen(self.samples)
         behind = diag.behind(rule, view)
         if behind is None:
             columns = behind_diagonal(rule, view, diag)
@@ -107,11 +107,11 @@ class SignedHessian(ColumnSweep):
             return False
         forms = {at: QuadraticForm(diagonals.get(at), run.waiting.get(at)) for at in places}
         try:
-            tangents = Tangents(step, behind, forms, self.samples, self.chunk, self.rows)
+            tangents = Tangents(self, step, behind, forms)
         except UnsupportedLayer:  # a function that is not differentiated as often
             return False
         if (waiting := run.waiting.get(step)) is not None:
-            self.note(run.uses, step, step.view(self.samples), step.rule_at(self.samples), waiting)
+            self.note(run.uses, step, waiting)
             self.settle_last(run.uses, step)
         for at in behind:
             at.reached = True
@@ -124,13 +124,8 @@ class SignedHessian(ColumnSweep):
 
     def settle_squares(self, step: Step, name: str, squares: Callable[[bool], Tensor]) -> None:
         """Note what some columns add to the squares of a parameter."""
-        use = Use(
-            step.view(self.samples),
-            step.rule_at(self.samples),
-            name,
-            ClosedForm(squares),
-            origin=(step.record, "squares"),
-        )
+        rule, view = step.seen(self.samples)
+        use = Use(view, rule, name, ClosedForm(squares), origin=(step.record, "squares"))
         self.settle(step.params[name], [use], step.batch_size)
 
     def starts_later(self, step: Step, diag: WaitingDiagonal) -> bool:
@@ -168,7 +163,7 @@ class SignedHessian(ColumnSweep):
     def of_call(self, step: Step) -> list[LazyColumns]:
         """The residual of a call, jointly over inputs and parameters that are used elsewhere as well, by calls further
         up or under another name; then those of the other parameters, one by one."""
-        rule, view = step.rule_at(self.samples), step.view(self.samples)
+        rule, view = step.seen(self.samples)
         shared = (*step.reused, *(tied := tied_inside(step)))
         joint: tuple[Wrt, ...] = (*step.links, *shared)
         curved = [wrts for wrts in (joint, *((name,) for name in step.last if name not in tied)) if wrts]

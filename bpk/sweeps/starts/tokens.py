@@ -51,8 +51,7 @@ class TokenColumns(ColumnSweep):
     before = 0
 
     def prepare(self) -> None:
-        on_processor = self.plan.steps[0].call.output.device.type == "cpu"
-        if self.at_most is not None and not self.fields_are_rows and on_processor:
+        if self.at_most is not None and not self.fields_are_rows and self.plan.on_processor:
             self.at_most = min(self.at_most, max(1, AT_ONCE // self.plan.largest))
         super().prepare()
 
