@@ -55,6 +55,9 @@ class Size:
 class OverBatches(ABC):
     """How an extension's statistics of batches are merged. Totals are those of the summed loss."""
 
+    power: float = 1.0
+    """The power of the loss that statistics are proportional to."""
+
     approximates: str = ""
     """Why the result is not that of one large batch, where it is not: it is computed for those who ask for it."""
 
@@ -67,9 +70,17 @@ class OverBatches(ABC):
     def require(self, *sizes: Size) -> None:
         """Refuse batches of these sizes, if their statistics would be others in one large batch. Default: none are."""
 
-    @abstractmethod
+    def power_of(self, name: str) -> float:
+        """The power of the loss that a part is proportional to."""
+        return self.power
+
+    def weight(self, name: str, size: Size) -> float:
+        """What a part is multiplied with before it is added up, and divided by in the end."""
+        return size.weight(self.power_of(name))
+
     def scaled(self, part: Parts, size: Size) -> Parts:
         """The statistic of one batch as a total, in memory of its own."""
+        return {name: wide(x) * self.weight(name, size) for name, x in part.items()}
 
     @abstractmethod
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
@@ -84,9 +95,9 @@ class OverBatches(ABC):
         for param, part in parts.items():
             totals[param] = self.merge(totals[param], of_total, self.scaled(part, size), size)
 
-    @abstractmethod
     def unscaled(self, part: Parts, scale: float) -> Parts:
         """The statistic of one batch for a loss that is so many times smaller."""
+        return {name: wide(x) / self.weight(name, Size(1, scale)) for name, x in part.items()}
 
     def about(self, total: Parts, size: Size, mean: Tensor) -> Parts:
         """A total as sums over processes, given the mean over samples of the `leading` part of all of them."""
@@ -107,13 +118,6 @@ class Sums(OverBatches):
     def __init__(self, power: float = 1.0, approximates: str = "") -> None:
         self.power = power
         self.approximates = approximates
-
-    def weight(self, name: str, size: Size) -> float:
-        """What a part is multiplied with before it is added up, and divided by in the end."""
-        return size.weight(self.power)
-
-    def scaled(self, part: Parts, size: Size) -> Parts:
-        return {name: wide(x) * self.weight(name, size) for name, x in part.items()}
 
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
         self.require_form("(in another process)", total, other)
@@ -145,9 +149,6 @@ class Sums(OverBatches):
     def whole(self, total: Parts, size: Size) -> Any:
         return total[""] / self.weight("", size)
 
-    def unscaled(self, part: Parts, scale: float) -> Parts:
-        return {name: wide(x) / self.weight(name, Size(1, scale)) for name, x in part.items()}
-
 
 def added(total: Tensor, other: Tensor, factor: float = 1.0) -> Tensor:
     """`total + factor * other`, in the memory of the total (sparse matrices: of their common entries)."""
@@ -165,23 +166,13 @@ class Rows(OverBatches):
     power: float = 1.0
     axis: int = 0
 
-    def power_of(self, name: str) -> float:
-        """The power of the loss that a part is proportional to."""
-        return self.power
-
     def field(self, parts: Mapping[str, Any]) -> Any:
         """The field that has these parts."""
         (rows,) = parts.values()
         return rows
 
-    def scaled(self, part: Parts, size: Size) -> Parts:
-        return {name: wide(x) * size.weight(self.power_of(name)) for name, x in part.items()}
-
     def merge(self, total: Parts, of_total: Size, other: Parts, of_other: Size) -> Parts:
         return {name: torch.cat([x, other[name]], self.axis) for name, x in total.items()}
 
     def whole(self, total: Parts, size: Size) -> Any:
-        return self.field({name: x / size.weight(self.power_of(name)) for name, x in total.items()})
-
-    def unscaled(self, part: Parts, scale: float) -> Parts:
-        return {name: wide(x) / scale ** self.power_of(name) for name, x in part.items()}
+        return self.field({name: x / self.weight(name, size) for name, x in total.items()})
