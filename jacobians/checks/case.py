@@ -54,6 +54,13 @@ class Case:
         except (RuntimeError, ValueError):
             return None
 
+    def spoiled(self, index: int) -> Call | None:
+        """The same with NaN in the first sample of an input."""
+        inputs = list(self.call.inputs)
+        inputs[index] = inputs[index].clone()
+        inputs[index][0] = torch.nan
+        return self.recall(inputs)
+
     def random(self, *shape: int) -> Tensor:
         """Normal numbers in the precision and on the device of the call."""
         return torch.randn(shape, dtype=torch.float64).to(self.call.output)

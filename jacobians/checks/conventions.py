@@ -132,10 +132,7 @@ def _isolation(case: Case) -> None:
             if clean is None or got is None:
                 continue
             _again(case, "jac_t_mat_prod", got[:, 1:], clean[:, 1:], wrt, against)
-            inputs = list(case.call.inputs)
-            inputs[wrt] = inputs[wrt].clone()
-            inputs[wrt][0] = torch.nan
-            call = case.recall(inputs)
+            call = case.spoiled(wrt)
             if call is None:
                 continue
             got = case.run("jac_t_mat_prod", case.rule.jac_t_mat_prod, call, mat, wrt)

@@ -220,10 +220,7 @@ def _isolation(case: Case, joint: Joint, mat: Tensor) -> None:
     if case.call.output.is_cuda:  # where torch's functions check their arguments, the process could not go on
         return
     for index in joint.shapes:
-        inputs = list(case.call.inputs)
-        inputs[index] = inputs[index].clone()
-        inputs[index][0] = torch.nan
-        call = case.recall(inputs)
+        call = case.spoiled(index)
         if call is None:
             return
         rule = case.rule
