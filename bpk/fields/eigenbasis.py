@@ -34,7 +34,8 @@ def eigenbasis(uses: Uses, approximation: Approximation = PLAIN) -> Eigenbasis:
     factors = uses.factors(approximation)
     outputs = len(factors) - 1 if uses.input_first else 0
     found = [
-        (once if number == outputs else decomposed)(factor.detach(), uses) for number, factor in enumerate(factors)
+        (decomposed_once if number == outputs else decomposed)(factor.detach(), uses)
+        for number, factor in enumerate(factors)
     ]
     bases = [identity(factor) if basis is None else basis for factor, (_, basis) in zip(factors, found, strict=True)]
     if len(factors) == 1:
@@ -71,7 +72,7 @@ def note_order(orders: Orders, uses: Uses, factors: Sequence[Tensor]) -> None:
     orders[uses.parameter] = None if torch.equal(order, in_order) else order
 
 
-def once(factor: Tensor, uses: Uses) -> Decomposed:
+def decomposed_once(factor: Tensor, uses: Uses) -> Decomposed:
     """`decomposed`; a weight and its bias have the same `G`, and the second one gets a copy of what the first has."""
     call = uses.uses[-1].call
     if len(call.params) < 2 or factor.layout is not torch.strided:

@@ -12,7 +12,7 @@ from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.core.products import add_up
 
 
-def are_apart(uses: Sequence[Use]) -> bool:
+def have_own_samples(uses: Sequence[Use]) -> bool:
     """Whether each sample is in one of several uses alone: a batch was given in parts."""
     known = [use.samples.unique() for use in uses if use.samples is not None]
     if len(uses) < 2 or len(known) < len(uses):
@@ -22,7 +22,7 @@ def are_apart(uses: Sequence[Use]) -> bool:
 
 def share_of_rows(use: Use, uses: Sequence[Use]) -> float:
     """The part of all rows of the batch that a use has: where others have other samples, it is not all of them."""
-    return use.call.batch_size / sum(one.call.batch_size for one in uses) if are_apart(uses) else 1.0
+    return use.call.batch_size / sum(one.call.batch_size for one in uses) if have_own_samples(uses) else 1.0
 
 
 def rows_of_positions(param: Tensor, uses: Sequence[Use], rows: Sequence[Tensor]) -> Tensor:
@@ -31,7 +31,7 @@ def rows_of_positions(param: Tensor, uses: Sequence[Use], rows: Sequence[Tensor]
     Raises:
         UnsupportedLayer: If uses have other positions, or some samples in common.
     """
-    if are_apart(uses):
+    if have_own_samples(uses):
         return torch.cat([each.flatten(0, -2) for each in rows])
     first = uses[0].samples
     alike = all(one.samples is first or equal(one.samples, first) for one in uses)

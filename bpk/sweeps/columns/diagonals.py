@@ -58,17 +58,17 @@ class WaitingDiagonal:
 
     def columns_behind(self, rule: Rule, view: Call) -> LazyColumns:
         """Columns that make it, at the input of the call."""
-        return replace(changed(self.columns(), lambda mat: rule.jac_t_mat_prod(view, mat, 0)), name=BEHIND)
+        return replace(at_input(self.columns(), lambda mat: rule.jac_t_mat_prod(view, mat, 0)), name=BEHIND)
 
     def through(self, link: Link) -> WaitingDiagonal:
         """As it is at the output of what feeds an input."""
         if link.entrance is None:
             return self
-        fewer = None if self.fewer is None else changed(self.fewer, link.back)
+        fewer = None if self.fewer is None else at_input(self.fewer, link.back)
         return replace(self, values=link.back(self.values[None])[0], fewer=fewer)
 
 
-def changed(columns: LazyColumns, change: Callable[[Tensor], Tensor]) -> LazyColumns:
+def at_input(columns: LazyColumns, change: Callable[[Tensor], Tensor]) -> LazyColumns:
     """Columns at an input, changed there."""
 
     def of_chunk(chunk: Chunk) -> Chunk:
