@@ -25,7 +25,7 @@ from bpk.jacobians.core.diagonals import Diagonals
 from bpk.jacobians.core.errors import require_declared, require_distinct
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.kronecker import Kronecker
-from bpk.jacobians.core.numeric import is_differentiated, like_columns
+from bpk.jacobians.core.numeric import is_differentiated, sum_of_squared_rows
 from bpk.jacobians.core.products import Residual, add_up
 from bpk.jacobians.core.side_by_side import as_rows, beside
 from bpk.jacobians.second_order import factoring
@@ -211,9 +211,7 @@ class Rule(Diagonals, Kronecker, TaylorProduct):
         self, call: Call, mat: Tensor, param: str, weights: Tensor | None = None, per_sample: bool = False
     ) -> Tensor:
         """`sum_v w_vn (J_n^T m_vn)^2`, of `[V, N, *out]` and `[V, N]`: `[*p]`, or `[N, *p]` where `per_sample`."""
-        rows = self.jac_t_mat_prod(call, mat, param, sum_batch=False).square()
-        rows = rows if weights is None else rows * like_columns(weights, rows)
-        return rows.sum(0) if per_sample else rows.sum((0, 1))
+        return sum_of_squared_rows(self.jac_t_mat_prod(call, mat, param, sum_batch=False), weights, per_sample)
 
     def squared_sum_of_blocks(
         self, call: Call, mats: Sequence[Tensor], param: str, weights: Tensor | None, per_sample: bool

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bpk.fields.arrived import Averages, ClosedForm, Columns, Use
 from bpk.fields.statistics import Uses
-from bpk.fields.sums import weighted_sum
+from bpk.fields.sums import squared_norms, weighted_sum
 from bpk.jacobians.core.call import Call
 from bpk.jacobians.core.numeric import FEW_NUMBERS
 from bpk.jacobians.core.side_by_side import as_rows
@@ -36,8 +36,7 @@ class KeptRows(Uses):
         return next(iter(self.blocks_of_rows.values()))[0]
 
     def norm_squared(self) -> Tensor:
-        rows = as_rows(self.only)
-        return rows.square().sum(1) if torch.is_grad_enabled() else torch.linalg.vector_norm(rows, dim=1).square()
+        return squared_norms(self.only)
 
     def summed(self, weights: Tensor | None = None) -> Tensor:
         if weights is None or len(self.blocks_of_rows) > 1:

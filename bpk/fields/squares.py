@@ -10,10 +10,9 @@ from torch import Tensor
 from bpk.fields.arrived import PIECE, ClosedForm
 from bpk.fields.products import Products
 from bpk.fields.rows import once
-from bpk.fields.sums import add_into, squares, weighted_sum
+from bpk.fields.sums import add_into, squared_norms, squares, weighted_sum
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.rows_through import RowsThrough
-from bpk.jacobians.core.side_by_side import as_rows
 from bpk.plan.samples.rows import along_rows
 
 
@@ -68,10 +67,7 @@ class Squares(Products):
         if n > step and not (self.keeps_rows or self.simple or torch.is_grad_enabled()) and self.batch_size > 1:
             starts = range(0, n, step)
             return torch.cat([self.of_samples(range(k, min(k + step, n))).norm_squared() for k in starts])
-        rows = as_rows(self.individual())
-        if torch.is_grad_enabled():
-            return rows.square().sum(1)
-        return torch.linalg.vector_norm(rows, dim=1).square()
+        return squared_norms(self.individual())
 
     def summed(self, weights: Tensor | None = None) -> Tensor:
         """`[*p]`: the single column summed over samples (for the gradient sweep: the gradient), with weights `[N]`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpk.jacobians.core.numeric import FEW_NUMBERS, wide
+from bpk.jacobians.core.numeric import FEW_NUMBERS, sum_of_squared_rows, wide
 from bpk.jacobians.core.side_by_side import as_rows
 
 CHUNK = 1 << 18
@@ -25,11 +25,10 @@ def add_into(total: Tensor, part: Tensor) -> Tensor:
 
 def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:
     """`sum_v s_v rows_v^2` for materialised rows `[V, N, *p]`, without a second tensor of their size."""
+    if torch.is_grad_enabled():
+        return sum_of_squared_rows(rows, signs, per_sample)
     v, n = rows.shape[:2]
     flat = as_rows(rows, 2)
-    if torch.is_grad_enabled():
-        weighted = flat.square() if signs is None else flat.square() * signs[..., None]
-        return (weighted.sum(0) if per_sample else weighted.sum((0, 1))).reshape(rows.shape[1 if per_sample else 2 :])
     total = flat.new_zeros((n if per_sample else 1), flat.shape[2])
     step = max(1, CHUNK // max(1, flat.shape[2]))
     several = max(1, step // max(1, n))  # small columns at once
@@ -44,6 +43,12 @@ def squares(rows: Tensor, signs: Tensor | None, per_sample: bool) -> Tensor:
             else:
                 total[0] += piece.sum((0, 1))
     return total.reshape(rows.shape[1 if per_sample else 2 :])
+
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """`[N]`, of rows `[N, *p]`; the square of a norm has no derivative at zero."""
+    flat = as_rows(rows)
+    return flat.square().sum(1) if torch.is_grad_enabled() else torch.linalg.vector_norm(flat, dim=1).square()
 
 
 def are_few(param: Tensor, n: int, column: Tensor) -> bool:

@@ -173,6 +173,13 @@ def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:
     return total
 
 
+def sum_of_squared_rows(rows: Tensor, weights: Tensor | None, per_sample: bool) -> Tensor:
+    """`sum_v w_vn rows_vn^2` of rows `[V, N, *p]`, with weights `[V, N]`: `[*p]`, or `[N, *p]` where `per_sample`."""
+    squares = rows.square()
+    squares = squares if weights is None else squares * like_columns(weights, squares)
+    return squares.sum(0) if per_sample else squares.sum((0, 1))
+
+
 def times_squares(left: Tensor, x: Tensor) -> Tensor:
     """`left^T x^2` `[O, I]`: a few samples at a time, so that squares stay in cache and no new memory is touched."""
     step = 4 * at_once(x.shape[1], x.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bpk.jacobians.core.numeric import like_columns
+from bpk.jacobians.core.numeric import sum_of_squared_rows
 from bpk.jacobians.core.side_by_side import as_rows
 
 
@@ -30,9 +30,7 @@ class RowsThrough:
         """
         m = self.columns.movedim(1, 0) if per_sample else self.columns.flatten(0, 1)[None]  # [N or 1, V, D]
         if min(m.shape[1], self.jacobian.shape[1:].numel()) <= m.shape[2]:
-            found = self.rows().square()
-            found = found if weights is None else found * like_columns(weights, found)
-            return found.sum(0) if per_sample else found.sum((0, 1))
+            return sum_of_squared_rows(self.rows(), weights, per_sample)
         weighted = m
         if weights is not None:
             weighted = m * (weights.T if per_sample else weights.reshape(1, -1))[..., None]
