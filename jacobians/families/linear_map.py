@@ -41,7 +41,14 @@ class ZeroResidual(Rule):
         return Residual.ZERO
 
 
-class CopiedEntries(ZeroResidual):
+class LinearInInput(ZeroResidual):
+    """A layer that is linear in its only input, but for a constant."""
+
+    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
+        return layer_itself(options, inputs[0])
+
+
+class CopiedEntries(LinearInInput):
     """A layer each entry of whose output is one of the input's, or constant: a diagonal stays one."""
 
     knows_diagonals = True
@@ -50,7 +57,7 @@ class CopiedEntries(ZeroResidual):
         return self.jac_t_mat_prod(call, diag[None])[0]
 
 
-class LinearMap(ZeroResidual):
+class LinearMap(LinearInInput):
     """A linear or affine layer whose Jacobian is the same for all samples.
 
     `linear(options, x)` is the map without its constant; left out, it is the layer itself. `axes` is the
@@ -75,9 +82,6 @@ class LinearMap(ZeroResidual):
         super().__init__(*modules, functions=functions, examples=examples)
         self.linear = linear
         self.axes = axes
-
-    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        return layer_itself(options, inputs[0])
 
     def obstacle(self, call: Call) -> str | None:
         if call.inputs[0].dim() <= self.axes or call.output.shape[0] != call.batch_size:
@@ -159,9 +163,6 @@ class Selection(CopiedEntries):
         self.indices = indices
         self.axes = axes
 
-    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        return layer_itself(options, inputs[0])
-
     def obstacle(self, call: Call) -> str | None:
         return None if call.inputs[0].dim() > self.axes else "its input has no batch axis"
 
@@ -199,7 +200,7 @@ class Selection(CopiedEntries):
         return total / call.batch_size
 
 
-class RandomScale(ZeroResidual, Pointwise):
+class RandomScale(LinearInInput, Pointwise):
     """`y = s * x + const` elementwise, with `s` drawn in the forward pass and the identity in evaluation mode.
 
     What was drawn is read off autograd's own graph during the backward pass: `s = J^T 1`.
@@ -207,9 +208,6 @@ class RandomScale(ZeroResidual, Pointwise):
 
     from_output = True
     reads_values = False
-
-    def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        return layer_itself(options, inputs[0])
 
     def is_random(self, options: Options) -> bool:
         """Whether the layer draws anything in its present mode."""
