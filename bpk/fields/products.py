@@ -12,12 +12,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from bpk.fields.rows import Rows, join, once
+from bpk.fields.rows import Rows, once
 from bpk.jacobians.core import outer
 from bpk.jacobians.core.errors import UnsupportedLayer, value_error
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.outer import Outer, Some
 from bpk.jacobians.core.products import add_up
+from bpk.jacobians.core.side_by_side import concatenated
 from bpk.jacobians.families.no_rows import NoRows
 from bpk.plan.stretch_call import StretchCall
 
@@ -44,8 +45,8 @@ class Products(Rows):
             return add_up([outer.gram(part, left, right, aligned) for part in parts])
         lines = list[Tensor]()
         for ours in self.pieces(left):
-            lines.append(join([between(ours, theirs, aligned) for theirs in self.pieces(right)], -1))
-        return join(lines, 1)
+            lines.append(concatenated([between(ours, theirs, aligned) for theirs in self.pieces(right)], -1))
+        return concatenated(lines, 1)
 
     def sample_gram(self, weight: Tensor | None = None) -> Tensor:
         """`sum_e w_e rows_vne rows_une`, of each sample for itself: `[n, V, V]`; `weight` is `[*p]`."""
@@ -54,7 +55,7 @@ class Products(Rows):
             return add_up([outer.sample_gram(part, some) for part, some in parts])
         scale = 1.0 if weight is None else weight.flatten()
         each = (rows.transpose(0, 1) for rows in self.pieces())
-        return join([outer.times(rows * scale, rows.mT) for rows in each])
+        return concatenated([outer.times(rows * scale, rows.mT) for rows in each])
 
     def rotated_gram(self, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
         """`sample_gram` of `left r right^T`, with rows as matrices as the parameter's Kronecker factors see them."""
@@ -102,7 +103,7 @@ class Products(Rows):
         if self.outers:
             return add_up([outer.along(part, directions) for part in self.outers])
         flat = wide(directions).reshape(len(directions), -1)
-        return join([outer.times(rows.transpose(0, 1), flat.T) for rows in self.pieces()]).transpose(0, 1)
+        return concatenated([outer.times(rows.transpose(0, 1), flat.T) for rows in self.pieces()]).transpose(0, 1)
 
     def projected(self, left: Tensor, right: Tensor) -> Tensor:
         """`left r right^T` `[V, n, k, l]`, with rows as matrices of the parameter's first axis and the others."""
@@ -157,7 +158,7 @@ class Products(Rows):
         for number, use in enumerate(self.uses):
             if use.own or use.arrived.blocks.keys() != set(self.keys):
                 return ()
-            parts = use.rule.outer(use.call, join([use.arrived.blocks[key] for key in keys]), use.name)
+            parts = use.rule.outer(use.call, concatenated([use.arrived.blocks[key] for key in keys]), use.name)
             ordered = [part if use.samples is None else by_sample(part, use.samples, self.batch_size) for part in parts]
             known = [part for part in ordered if part is not None]
             if not known or len(known) < len(ordered) or (number and not self.alike(found, known)):

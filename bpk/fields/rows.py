@@ -13,6 +13,7 @@ from torch import Tensor
 from bpk.fields.arrived import PIECE, Columns, Use
 from bpk.fields.sums import are_few
 from bpk.jacobians.core.call import index_of
+from bpk.jacobians.core.side_by_side import concatenated
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.parts import in_parts
 from bpk.plan.samples.rows import to_samples
@@ -89,7 +90,7 @@ class Rows:
         if not [key for key in keys if signs[key] is not None]:
             return None
         found = [(key, signs[key]) for key in keys]
-        return join([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found])
+        return concatenated([self.param.new_ones(self.first(key).shape[:2]) if x is None else x for key, x in found])
 
     def first(self, key: Hashable) -> Tensor:
         """A block `[V, N, ...]` where it has arrived first."""
@@ -190,13 +191,13 @@ class Rows:
                 joined, size = [*joined, []], 0
             joined[-1].append(key)
             size += mat.numel()
-        return [(join([mats[key] for key in keys]), self.signs_of(keys)) for keys in joined]
+        return [(concatenated([mats[key] for key in keys]), self.signs_of(keys)) for keys in joined]
 
     @once
     def all_rows(self) -> Tensor:
         """`[V, N, *p]` over all blocks."""
         if not self.simple:
-            return join([self.rows(key) for key in self.keys])
+            return concatenated([self.rows(key) for key in self.keys])
         if self.uses[0].arrived.single is not None:
             return self.individual()[None]
         use, blocks = self.uses[0], self.blocks()
@@ -206,7 +207,7 @@ class Rows:
             return self.rows_of(use, first, self.spares)
         mats = [mat for mat, _ in blocks]
         if torch.is_grad_enabled():
-            return join([self.rows_of(use, mat, None) for mat in mats])
+            return concatenated([self.rows_of(use, mat, None) for mat in mats])
         shape = (sum(map(len, mats)), *mats[0].shape[1:2], *use.call.params[use.name].shape)
         rows = self.empty(shape, mats[0]) if into is None else into
         for mat, part in zip(mats, rows.split([len(mat) for mat in mats]), strict=True):
@@ -243,8 +244,3 @@ class Rows:
         found = call.empty(shape, like)
         call.spares = None
         return found
-
-
-def join(parts: list[Tensor], axis: int = 0) -> Tensor:
-    """Tensors one after the other."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)

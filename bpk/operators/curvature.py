@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bpk.extensions.options import positive, seeding
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import value_error
+from bpk.jacobians.core.side_by_side import concatenated
 from bpk.jacobians.second_order.graph import products
 from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, pull_through, with_tangents
@@ -102,7 +103,7 @@ class CurvatureOperator(SymmetricOperator):
                 parts, loss = self.of_batch(x, y, params, mats)
                 for name, part in zip(block, parts, strict=True):
                     found[name].append(part)
-        return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}, loss
+        return {name: concatenated(parts) for name, parts in found.items()}, loss
 
 
 class Hessian(CurvatureOperator):

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from bpk.jacobians.core.call import Call, index_of
 from bpk.jacobians.core.rows_through import RowsThrough, materialised
+from bpk.jacobians.core.side_by_side import concatenated
 from bpk.jacobians.second_order.probing import draw
 from bpk.plan.broadcast import BroadcastRows
 from bpk.plan.by_output import OutputSquares
@@ -225,10 +226,10 @@ def joined(mats: Sequence[Tensor]) -> Iterator[Tensor]:
     group: list[Tensor] = []
     for mat in mats:
         if group and sum(each.numel() for each in group) + mat.numel() > JOINED:
-            yield torch.cat(group) if len(group) > 1 else group[0]
+            yield concatenated(group)
             group = []
         group.append(mat)
-    yield torch.cat(group) if len(group) > 1 else group[0]
+    yield concatenated(group)
 
 
 def at_rows(mat: Tensor, rows: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import linear
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.products import add_up
+from bpk.jacobians.core.side_by_side import concatenated
 from bpk.jacobians.families import sequences
 from bpk.jacobians.families.several import SeveralOutputs
 
@@ -50,9 +51,9 @@ class LinearInside(SeveralOutputs):
             return rows.sum(1) if sum_batch else rows
         pairs = list(zip(self.columns(call, mat, param), inputs, strict=True))
         if sum_batch:
-            return joined([sequences.summed(m, x) for m, x in pairs], 1)
+            return concatenated([sequences.summed(m, x) for m, x in pairs], 1)
         empty = call.empty if len(pairs) == 1 else gemm.fresh
-        return joined([sequences.per_sample(m, x, empty) for m, x in pairs], 2)
+        return concatenated([sequences.per_sample(m, x, empty) for m, x in pairs], 2)
 
     # ---- shortcuts -------------------------------------------------------------------------------------
     def has_cheap_squares(self, call: Call, param: str) -> bool:
@@ -66,7 +67,7 @@ class LinearInside(SeveralOutputs):
             return super().squared_sum(call, mat, param, weights, per_sample)
         empty = call.empty if len(inputs) == 1 else gemm.fresh
         pairs = zip(self.columns(call, mat, param), inputs, strict=True)
-        return joined([sequences.squared_sum(m, x, weights, per_sample, empty) for m, x in pairs], -2)
+        return concatenated([sequences.squared_sum(m, x, weights, per_sample, empty) for m, x in pairs], -2)
 
     def outer(self, call: Call, mat: Tensor, param: str) -> Sequence[Outer]:
         inputs, found, start = self.operands(call, param), list[Outer](), 0
@@ -96,9 +97,9 @@ class LinearInside(SeveralOutputs):
             return self.vectors(call, mat, param).flatten(2)
         parts = self.columns(call, mat, param)
         if approximation != "expand":
-            return joined([m.sum(2) for m in parts], 2)
+            return concatenated([m.sum(2) for m in parts], 2)
         longest = max(m.shape[2] for m in parts)
-        return joined([torch.nn.functional.pad(m, (0, 0, 0, longest - m.shape[2])) for m in parts], 3)
+        return concatenated([torch.nn.functional.pad(m, (0, 0, 0, longest - m.shape[2])) for m in parts], 3)
 
     def projected_squares(
         self, call: Call, mats: Sequence[Tensor], param: str, left: Tensor | None, right: Tensor | None
@@ -126,8 +127,3 @@ class LinearInside(SeveralOutputs):
             half = self.kron_rows(one, matrix.reshape(-1, *one.output.shape), wrt)[:, 0]  # M J: [D_out, O]
             total.append(self.kron_rows(one, half.T.reshape(-1, *one.output.shape), wrt)[:, 0])
         return add_up(total) / call.batch_size
-
-
-def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Stacked rows."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

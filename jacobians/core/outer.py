@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import gemm
 from bpk.jacobians.core.numeric import cancel, is_differentiated, linear, products, wide
+from bpk.jacobians.core.side_by_side import concatenated
 
 ROOM = 1 << 22
 """How many numbers rows, or products of positions, hold at a time."""
@@ -70,7 +71,7 @@ def rows_of(blocks: Sequence[Outer], samples: slice, g: int, channels: slice) ->
     """
     first, (start, stop, _) = blocks[0], samples.indices(blocks[0].shape[1])
     by_sample = [wide(b.columns[:, start:stop, g, channels]).transpose(0, 1) for b in blocks]  # patches are not copied
-    columns = by_sample[0] if len(blocks) == 1 else torch.cat(by_sample, 1)
+    columns = concatenated(by_sample, 1)
     if torch.is_grad_enabled():
         return torch.matmul(columns, wide(first.patches(slice(start, stop))[:, None, g]).mT)
     rows = columns.new_empty(*columns.shape[:3], first.width)
@@ -141,8 +142,7 @@ def _by_positions(blocks: Sequence[Outer], left: slice, right: slice, g: int, to
 
 def _some(blocks: Sequence[Outer], samples: slice, g: int) -> Tensor:
     """Columns `[V, B, O, T]` of some samples."""
-    parts = [b.columns[:, samples, g] for b in blocks]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return concatenated([b.columns[:, samples, g] for b in blocks])
 
 
 def _flat(x: Tensor, lead: int) -> Tensor:

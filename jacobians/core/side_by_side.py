@@ -28,6 +28,11 @@ def taken_apart(joint: Tensor, shapes: Mapping[Key, torch.Size], lead: int) -> d
     return {key: part.reshape(*joint.shape[:lead], *shape) for (key, shape), part in pairs}
 
 
+def concatenated(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors one after the other along an axis; the only one as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
+
+
 def pick(x: Tensor, places: Sequence[int], dim: int) -> Tensor:
     """Entries along an axis; a view where they follow each other."""
     first = places[0]

@@ -28,6 +28,7 @@ from bpk.jacobians.core.numeric import (
     times_squares,
     wide,
 )
+from bpk.jacobians.core.side_by_side import concatenated
 
 SQUARED_ALONE = LARGE // 2
 """From how many numbers on a row is squared and added on its own, without a buffer for its square."""
@@ -52,7 +53,7 @@ def squared_sum(
     """
     _, n, g, o, t = blocks[0].shape
     if t == 1:
-        m = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
+        m = concatenated(blocks)
         return _squared_outer(patches(slice(0, n)), m, weights, keep, empty)
     size = cost.Size(sum(map(len, blocks)), n, g, o, width, t, keep)
     if shown is None and cost.by_pairs(size) < cost.by_columns(size):
@@ -105,7 +106,7 @@ def _columns(blocks: Sequence[Tensor], width: int) -> Iterator[tuple[slice, int,
     for part in chunks(n, max(columns * size, CACHE if alone else 0), device):
         step, first = at_once((part.stop - part.start) * size, device), 0
         for group in grouped([piece for block in blocks for piece in block[:, part].split(step)], step):
-            m = group[0] if len(group) == 1 else torch.cat(group)
+            m = concatenated(group)
             yield part, first, wide(m)
             first += len(m)
 

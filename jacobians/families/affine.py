@@ -17,6 +17,7 @@ from bpk.jacobians.core.call import Call, Wrt
 from bpk.jacobians.core.numeric import squares_of_rows, sum_of_squares, wide
 from bpk.jacobians.core.outer import Outer
 from bpk.jacobians.core.room import require_room
+from bpk.jacobians.core.side_by_side import concatenated
 from bpk.jacobians.families.patches import WeightTimesPatches
 
 
@@ -67,7 +68,7 @@ class Affine(WeightTimesPatches):
         x = self.vectors(call)
         if param != "weight":
             rows = [mat if x is not None else self._over_positions(call, mat) for mat in mats]
-            found, _ = call.of_columns(rows[0] if len(rows) == 1 else torch.cat(rows), weights, sum_of_squares)
+            found, _ = call.of_columns(concatenated(rows), weights, sum_of_squares)
             return (found.clone() if per_sample else found.sum(0)).to(mats[0].dtype)
         if x is not None and len(mats) == 1:
             found, _ = call.of_columns(mats[0], weights, sum_of_squares)

@@ -16,6 +16,7 @@ from bpk.jacobians.core.near_diagonal import FEW, NearDiagonal
 from bpk.jacobians.core.numeric import is_differentiated
 from bpk.jacobians.core.products import Residual
 from bpk.jacobians.core.series import Series
+from bpk.jacobians.core.side_by_side import concatenated
 from bpk.jacobians.families.standardize import BLOCK, FixedStatistics, GroupStatistics, Standardized
 from bpk.jacobians.families.standardize_columns import PER_GROUP, eigenvectors, near_diagonal
 from bpk.jacobians.rule import Rule
@@ -102,8 +103,7 @@ class Normalization(Rule):
         if len(mat) == 1 or is_differentiated() or mat.device.type != "cpu":
             return self.gather(call, mat * unit, "weight")
         step = max(1, BLOCK // max(1, unit.numel()))
-        parts = [self.gather(call, part * unit, "weight") for part in mat.split(step)]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return concatenated([self.gather(call, part * unit, "weight") for part in mat.split(step)])
 
     # ---- diagonals at the output -----------------------------------------------------------------
     def squares_of_diagonal(self, call: Call, diag: Tensor, param: str, per_sample: bool = False) -> Tensor:
