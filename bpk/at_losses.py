@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -26,36 +27,24 @@ from bpk.sweeps.shared import SharedSweeps
 from bpk.sweeps.sweep import play
 
 
+@dataclass(eq=False)
 class AtLosses:
     """Makes the plan at the first loss, and plays all sweeps that start at losses.
 
-    Args:
-        settings: How many columns may exist at a time.
-        sweeps: Those of this pass.
-        inspection: What is known of the graph.
-        parameters: Take what arrives.
-        module_extensions: Those that users wrote, by the key of the sweep.
-        hooks: The user's hook, which is called for a layer when all sweeps have passed it, and nothing else will come.
+    `settings` say how many columns may exist at a time, and `parameters` take what arrives. Module extensions of users
+    are found by the key of the sweep. The user's hook is called for a layer when all sweeps have passed it, and nothing
+    else will come. Losses `to_come` were not reached yet; calls that sweeps have passed are `touched`.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        sweeps: SharedSweeps,
-        inspection: Inspection,
-        parameters: Parameters,
-        module_extensions: Mapping[Hashable, ModuleExtensions],
-        hooks: Hooks,
-    ) -> None:
-        self.settings = settings
-        self.sweeps = sweeps
-        self.inspection = inspection
-        self.parameters = parameters
-        self.hooks = hooks
-        self.module_extensions = module_extensions
-        self.plan: Plan | None = None
-        self.to_come: set[Record] = set()  # losses that were not reached yet
-        self.touched: set[Record] = set()  # calls that sweeps have passed
+    settings: Settings
+    sweeps: SharedSweeps
+    inspection: Inspection
+    parameters: Parameters
+    module_extensions: Mapping[Hashable, ModuleExtensions]
+    hooks: Hooks
+    plan: Plan | None = None
+    to_come: set[Record] = field(default_factory=set)
+    touched: set[Record] = field(default_factory=set)
 
     def reach(self, record: Record, grad: Tensor) -> Step:
         """Autograd is at a call: at a loss, play all sweeps that start there; refuse calls with no loss behind them."""

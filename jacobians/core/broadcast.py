@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Axis, Binding
@@ -31,11 +30,6 @@ def collect(x: Tensor, shape: Sequence[int], lead: int = 1) -> Tensor:
     axes = [*range(lead, lead + missing)]
     axes += [k for k, size in enumerate(shape, lead + missing) if size == 1 and x.shape[k] != 1]
     return (x.sum(axes, keepdim=True) if axes else x).reshape(*x.shape[:lead], *shape)
-
-
-def common_shape(inputs: Sequence[Tensor]) -> torch.Size:
-    """`*out`: the shape of one sample that all operands are broadcast to."""
-    return torch.broadcast_shapes(*(x.shape[1:] for x in inputs))
 
 
 def bind_operands(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Binding:

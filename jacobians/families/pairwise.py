@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.binding import Binding
-from bpk.jacobians.core.broadcast import bind_operands, collect, common_shape, spread
+from bpk.jacobians.core.broadcast import bind_operands, collect, spread
 from bpk.jacobians.core.call import Call, Options, Wrt, once
 from bpk.jacobians.core.example import Example
 from bpk.jacobians.core.products import Residual, add_up
@@ -49,7 +49,7 @@ class Broadcasting(Rule):
         return 0 if len({x.shape for x in call.inputs}) == 1 else None
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
-        shape = common_shape(inputs)
+        shape = torch.broadcast_shapes(*(x.shape[1:] for x in inputs))
         return options.forward(*(spread(x, shape) for x in inputs))
 
 

@@ -66,7 +66,8 @@ class RecurrentColumns(RecurrentForward):
         """
         stack, on_processor = self.at(call), mat.device.type == "cpu"
         apart = apart and on_processor
-        group = samples_together(stack, len(mat)) if apart else call.batch_size
+        # so many samples go back together that enough columns of each do
+        group = max(1, COLUMNS // (stack.size * min(len(mat), 2 * FEW))) if apart else call.batch_size
         step = max(1, COLUMNS // (stack.size * group)) if on_processor else len(mat)
         if torch.is_grad_enabled() or is_transformed() or (len(mat) <= step and not apart):
             yield Piece(None, slice(None), self.pulled(call, mat))
@@ -124,11 +125,6 @@ class RecurrentColumns(RecurrentForward):
         columns, values = adjoint.of(trace, role), trace.value(role)
         inputs = None if values is None else values[: len(columns)].transpose(0, 1)
         return columns.movedim(0, 2), inputs
-
-
-def samples_together(stack: Stack, columns: int) -> int:
-    """How many samples go back together, so that enough columns of each do."""
-    return max(1, COLUMNS // (stack.size * min(columns, 2 * FEW)))
 
 
 def together(ends: Sequence[int], most: int, few: int) -> Iterator[slice]:

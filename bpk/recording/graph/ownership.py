@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
@@ -74,17 +75,15 @@ def pass_by(record: Record) -> None:
         record.release()
 
 
+@dataclass(eq=False, slots=True)
 class TakingAway:
     """The hook on the output of a call that is not recorded: a backward pass takes away what was left on the module.
 
     An extension hook that may read it comes first. It does not look at gradients.
     """
 
-    __slots__ = ("module", "output")
-
-    def __init__(self, module: nn.Module, output: Tensor) -> None:
-        self.module = module
-        self.output = output
+    module: nn.Module
+    output: Tensor
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         if CTX.quiet or CTX.get_retain_graph() or engine.keeps_graph():

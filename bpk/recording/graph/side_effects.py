@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ SEEN = "bpk.quiet"
 """Key under which a node says that it has been made quiet."""
 
 
+@dataclass(eq=False, slots=True)
 class Quiet:
     """A user's hook that is not called while `bpk` differentiates; it may look at gradients, but not change curvature.
 
@@ -31,11 +33,9 @@ class Quiet:
         UnsupportedLayer: If it changes a gradient where second-order quantities are computed.
     """
 
-    __slots__ = ("hook", "inside")
-
-    def __init__(self, hook: Callable[..., Any], inside: bool) -> None:
-        self.hook = hook
-        self.inside = inside  # of the graph, not at a parameter
+    hook: Callable[..., Any]
+    inside: bool
+    """Whether it is inside of the graph, not at a parameter."""
 
     def __call__(self, *grads: Any) -> Any:
         if CTX.quiet:
