@@ -82,10 +82,7 @@ class BroadcastRows:
 class AtFunction(BroadcastRows):
     """The same where autograd has come to the function that spreads the parameters of a stretch: columns are there.
 
-    Args:
-        use: The function, whose result has the rows along axis 0. The stretch ends there.
-        source: The stretch.
-        output: What is at its end.
+    The stretch ends at the function `use`, whose result, the `output`, has the rows along axis 0.
     """
 
     def __init__(self, use: Spread, source: Source, output: Tensor) -> None:

@@ -30,10 +30,7 @@ WORTH = 8
 class OutputSquares:
     """Squares of those parameters of a stretch of which that is so, from blocks of columns one after the other.
 
-    Args:
-        spread: The parameters.
-        columns: How many there will be in all.
-        samples: The samples asked for (`None`: all).
+    There will be so many `columns` in all, of the `samples` asked for (`None`: of all).
     """
 
     def __init__(self, spread: SpreadRows, columns: int, samples: Tensor | None) -> None:

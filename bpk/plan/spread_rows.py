@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -36,36 +37,27 @@ class Piece(NamedTuple):
     rows: Mapping[int, Tensor | RowsThrough]
 
 
+@dataclass(eq=False)
 class SpreadRows:
-    """Rows of parameters, from what has come to the functions that spread them.
+    """Rows `[V, N, *p]` of parameters for `count` samples, from what has come to the functions that spread them.
 
-    Args:
-        params: The parameters.
-        places: By number of a parameter: the functions, and where their results hold the rows.
-        count: How many samples there are.
-        device: Where the rows are.
+    `places` has, by number of a parameter, the functions, and where their results hold the rows; `outputs` what has
+    been found of entries that belong to single outputs (see `by_output.py`).
     """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        places: Mapping[int, Sequence[tuple[Spread, int]]],
-        count: int,
-        device: torch.device,
-    ) -> None:
-        self.params, self.places, self.count, self.device = params, places, count, device
-        self.bottlenecks: dict[Edge, ParameterBottleneck] = {}
-        self.outputs: dict[Spread, dict[int, Tensor]] = {}
-        """What has been found of entries that belong to single outputs (see `by_output.py`)."""
+    params: Sequence[Tensor]
+    places: Mapping[int, Sequence[tuple[Spread, int]]]
+    count: int
+    device: torch.device
+    bottlenecks: dict[Edge, ParameterBottleneck] = field(default_factory=dict)
+    outputs: dict[Spread, dict[int, Tensor]] = field(default_factory=dict)
 
     def without(self, some: Collection[int]) -> SpreadRows:
         """The same without some of the parameters."""
         if not some:
             return self
         places = {k: uses for k, uses in self.places.items() if k not in some}
-        rest = SpreadRows(self.params, places, self.count, self.device)
-        rest.bottlenecks = self.bottlenecks
-        return rest
+        return SpreadRows(self.params, places, self.count, self.device, self.bottlenecks)
 
     @property
     def room(self) -> int:

@@ -26,12 +26,7 @@ class Of(Enum):
 
 
 class SquaredRows:
-    """Sums of squares, by number of the parameter.
-
-    Args:
-        of: What they are added up over.
-        samples: How many samples there are.
-    """
+    """Sums of squares over what `of` says, by number of the parameter; there are so many `samples`."""
 
     def __init__(self, of: Of, samples: int) -> None:
         self.of, self.samples = of, samples

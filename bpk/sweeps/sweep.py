@@ -168,13 +168,7 @@ def module_extension_missing(where: str) -> UnsupportedLayer:
 
 
 def play(plan: Plan, players: Iterable[Player], when_passed: Callable[[Step], None]) -> None:
-    """Let sweeps pass all calls of a plan, consumers first.
-
-    Args:
-        plan: The plan.
-        players: The sweeps, ready to begin.
-        when_passed: Called after each call.
-    """
+    """Let sweeps that are ready pass all calls of a plan, consumers first; `when_passed` is told of each call."""
     players = list(players)
     for step in plan.steps if players else ():
         if not step.runs:

@@ -8,6 +8,7 @@ it, and the rule of the function serves it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -64,16 +65,15 @@ def names_of_call(node: Node) -> tuple[str, ...]:
     return () if names - OTHER != set(wanted) else wanted
 
 
+@dataclass(eq=False)
 class SavedInside:
     """Looks up what autograd has kept of a call: at the node of its output, else at the only fused attention inside.
 
-    Args:
-        node: That of the output.
-        ends: Those of the inputs, which belong to other calls.
+    The nodes of its inputs, where it `ends`, belong to other calls.
     """
 
-    def __init__(self, node: Node, ends: Collection[Node | None]) -> None:
-        self.node, self.ends = node, ends
+    node: Node
+    ends: Collection[Node | None]
 
     @cached_property
     def kernel(self) -> Node | None:

@@ -21,10 +21,7 @@ AT_ONCE = 1 << 22
 class ParameterCurvature:
     """`d2 <grad, stretch> / dp2` for one parameter.
 
-    Args:
-        source: The stretch.
-        grad: The gradient at its end `[R, ...]`.
-        number: Which of its parameters.
+    The gradient at the end of the stretch is `[R, ...]`; the parameter is known by its number.
     """
 
     def __init__(self, source: Source, grad: Tensor, number: int) -> None:
