@@ -239,9 +239,8 @@ class Preconditioner(ABC):
         """Go on from a saved state of the same model."""
         named = dict(self.model.named_parameters())
         require_fits(state, named, type(self).__name__, self.entries_of, self.by_name)
-        kept = {name for what in ("means", "looked_at", "orders") for name in state[what]} & set(
-            named
-        )  # frozen ones, too
+        # those that are frozen now, too
+        kept = {name for what in ("means", "looked_at", "orders") for name in state[what] if name in named}
         self.params = taken_up(self.model, self.params | {name: named[name] for name in kept})
         self.steps, self.looks = state["steps"], state["looks"]
         self.means = {n: [m.to(self.params[n].device) for m in means] for n, means in state["means"].items()}

@@ -200,9 +200,7 @@ def follows_data(record: Record, rows: Tensor, n: int) -> bool:
     merged = sorted(record.inputs[0].shape) != sorted(record.given[0])  # an axis behind may be as long as both together
     if merged and count == n * steps:
         return torch.equal(found, number % n if axis else number // steps)
-    in_order = len(rows) != n or torch.equal(
-        found.sort().values, number
-    )  # the model may have put them in another order
+    in_order = len(rows) != n or torch.equal(found.sort().values, number)  # in any order: the model may have moved them
     return in_order and (record.reads_piece or record.shifted == axis)
 
 
