@@ -88,8 +88,13 @@ def test_a_loss_that_couples_samples_in_a_small_channel(size: float, dtype: torc
             return (size * x[:, 0] ** 2).sum() + x[:, 1].sum() ** 2
 
     loss_fn, model = bpk.extend(Coupled()), bpk.extend(nn.Linear(3, 2).to(dtype))
-    with bpk.backpack(E.DiagGGNExact()), pytest.raises(NotImplementedError, match="couples the samples"):
-        loss_fn(model(torch.randn(N, 3, dtype=dtype))).backward()
+    x = torch.randn(N, 3, dtype=dtype)
+    with bpk.backpack(E.BatchDiagGGNExact()), pytest.raises(NotImplementedError, match="couples the samples"):
+        loss_fn(model(x)).backward()
+    with bpk.backpack(E.DiagGGNExact()):  # that of the whole batch
+        loss_fn(model(x)).backward()
+    expected = torch.stack([2 * size * x.square().sum(0), 2 * x.sum(0).square()])
+    torch.testing.assert_close(model.weight.diag_ggn_exact, expected, rtol=1e-4, atol=1e-5)
 
 
 # ---- layers without a rule ----------------------------------------------------------------------------------
