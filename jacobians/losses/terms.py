@@ -18,7 +18,14 @@ from bpk.jacobians.losses.pointwise import PointwiseLoss
 from bpk.jacobians.losses.softmax import SoftmaxCrossEntropy
 
 
-class WeightedEntries(PointwiseLoss):
+class Weighted(Loss):
+    """A loss that was given weights for its terms, as its last input."""
+
+    def divides_by(self, call: Call) -> int | None:
+        raise unknown_divisor()
+
+
+class WeightedEntries(Weighted, PointwiseLoss):
     """The sum of the terms of a loss times weights `[N, *pred]`, which are a third input: `sum_i w_i l(x_i, t_i)`."""
 
     def __init__(self, rule: PointwiseLoss) -> None:
@@ -38,9 +45,6 @@ class WeightedEntries(PointwiseLoss):
 
     def divisor(self, call: Call, count: int) -> int:
         return 1
-
-    def divides_by(self, call: Call) -> int | None:
-        raise unknown_divisor()
 
     def forward(self, options: Options, inputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> Tensor:
         each = copy.copy(options)
@@ -64,11 +68,8 @@ class WeightedTerms(SoftmaxCrossEntropy):
         return super().forward(options, inputs[:2], params)
 
 
-class WeightedPositions(SoftmaxCrossEntropy):
+class WeightedPositions(Weighted, SoftmaxCrossEntropy):
     """The sum of the terms of a cross-entropy times weights `[N, *d]` of its positions, which are a third input."""
-
-    def divides_by(self, call: Call) -> Tensor | int | None:
-        raise unknown_divisor()
 
     def bends_down(self, call: Call) -> bool:
         return bool((self._softmax(call)[1] < 0).any())
@@ -82,7 +83,7 @@ class WeightedPositions(SoftmaxCrossEntropy):
         return log_p, weight * call.inputs[2].to(log_p.dtype).reshape(weight.shape)
 
 
-class OfTerms(Loss):
+class OfTerms(Weighted):
     """The sum of the terms of a loss times weights `[N, *terms]`, which are the last input."""
 
     rule: Loss
@@ -97,9 +98,6 @@ class OfTerms(Loss):
                 "let its method forward() return what the loss does where reduction='none'.",
             )
         return (terms * weights).sum()
-
-    def divides_by(self, call: Call) -> int | None:
-        raise unknown_divisor()
 
 
 class SumOfTerms(OfTerms, AutodiffLoss):

@@ -82,34 +82,34 @@ def merge(
 
 def see_whole_batch(loss: Record, extensions: Iterable[Quantity]) -> None:
     """Take a loss that couples samples for one of a single sample, the batch, if second order adds up the batch."""
-    if loss.whole:  # for another pass
-        see_rows(loss)
-    second = [e for e in extensions if e.second_order]
-    rule, usual = loss.rule, loss.aligned and loss.recomputed is None and not loss.problem
-    if not (isinstance(rule, AutodiffLoss) and usual and may_merge(second)):
+    if isinstance(loss.rule, CoupledLoss):  # for another pass
+        see_by(loss, loss.rule.rule)
+    rule = loss.rule
+    if not isinstance(rule, AutodiffLoss) or not loss.aligned or loss.recomputed is not None or loss.problem:
         return
-    if all(e.subsampling is None for e in second) and rule.obstacle(loss.call()) == COUPLES:
-        loss.rule, loss.cached = CoupledLoss.of(rule), None
-        loss.see_whole(True)
+    second = [e for e in extensions if e.second_order]
+    if not may_merge(second) or any(e.subsampling is not None for e in second):
+        return
+    if rule.obstacle(loss.call()) == COUPLES:
+        see_by(loss, CoupledLoss.of(rule))
 
 
-def see_rows(loss: Record) -> None:
-    """The way back: rows are samples."""
-    assert isinstance(loss.rule, CoupledLoss)
-    loss.rule, loss.cached = loss.rule.rule, None
-    loss.see_whole(False)
+def see_by(loss: Record, rule: AutodiffLoss) -> None:
+    """Let a rule see a loss: the whole batch as one sample, or rows as samples."""
+    loss.rule, loss.cached = rule, None
+    loss.see_whole(isinstance(rule, CoupledLoss))
 
 
 @contextmanager
 def rows_seen(loss: Record) -> Iterator[None]:
     """Rows are samples, as they are for first order."""
     rule = loss.rule
-    if isinstance(rule, CoupledLoss):
-        see_rows(loss)
+    if not isinstance(rule, CoupledLoss):
+        yield
+        return
+    see_by(loss, rule.rule)
     yield
-    if isinstance(rule, CoupledLoss):
-        loss.rule, loss.cached = rule, None
-        loss.see_whole(True)
+    see_by(loss, rule)
 
 
 def may_merge(second_order: Sequence[Quantity]) -> bool:
