@@ -206,8 +206,11 @@ def case(seed: int) -> Case:
     loss_fn, y = loss_of(r, sum(sizes), form or (c,))
     given = [x if len(x) > 1 else x[0] for x in xs]
     found = Case(OfOneArgument(model, form).eval(), loss_fn, [*zip(given, y.split(sizes), strict=True)])
-    if not found.loss.isfinite() or not found.jacobian.isfinite().all():
-        raise Unfit
+    try:
+        if not found.loss.isfinite() or not found.jacobian.isfinite().all():
+            raise Unfit
+    except RuntimeError as error:  # in place on what autograd needs, where shapes allow it
+        raise Unfit(str(error)) from error
     if found.jacobian.abs().max() < 1e-9:
         raise Unfit  # a constant: its derivatives are rounding errors
     return found.fresh()

@@ -74,10 +74,14 @@ def verified(seed: int) -> Verification:
     try:
         copy.deepcopy(model)
         out = model(*inputs)
-    except RuntimeError as error:  # parameters that functions compute
+        out.sum().backward()
+        model.zero_grad()
+    except RuntimeError as error:  # parameters that functions compute; in place on what autograd needs
         raise Unfit from error
     if len(out) != network.samples or out.shape[1] not in CLASSES or not out.isfinite().all():
         raise Unfit
+    if torch.equal(out, out[:, :1].expand_as(out)):
+        raise Unfit  # one number everywhere, which softmax does not see: curvature is what rounding leaves
     torch.manual_seed(seed)
     loss, targets = loss_of(random.Random(seed), *out.shape)
     given = inputs[0] if len(inputs) == 1 else tuple(inputs)
