@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from reprlib import repr
 from types import TracebackType
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from bpk.backward import Backward
@@ -15,6 +15,7 @@ from bpk.jacobians.core.errors import counted, value_error
 from bpk.recording.context.opened import ExtensionHook, Opened, Pass, Settings
 from bpk.recording.context.state import CTX
 from bpk.recording.context.surroundings import require_eager
+from bpk.recording.context.told import Told
 
 __all__ = ["CTX", "backpack", "disable"]
 
@@ -35,6 +36,10 @@ class backpack(Settings):
         memory: Bytes that these columns may take at the largest layer (default: 256 MiB on processors, half where 64
             columns fit there; no limit elsewhere). Layers are passed once for each chunk.
         grad_scaler: The scaler of `grad_scaler.scale(loss).backward()`: fields are then those of `loss` itself.
+
+        samples: Of which samples the rows of the loss are, where that is not plain: the sample `[R]` of each row (0 to
+            `N - 1`), their number where the graph tells the rest, or both as a pair. The graph has to agree. Left out,
+            it is found out, and you are told what is a guess.
 
     Raises:
         ValueError: If something other than an extension instance is passed, or two that save the same field.
@@ -61,6 +66,7 @@ class backpack(Settings):
         chunk_size: int | None = None,
         memory: int | None = None,
         grad_scaler: GradScaler | None = None,
+        samples: int | Tensor | tuple[int, Tensor] | None = None,
     ) -> None:
         for extension in extensions:
             check_extension(extension)
@@ -84,7 +90,10 @@ class backpack(Settings):
                 "pass the scaler itself: grad_scaler=scaler.",
             )
         chunk_size, memory = positive("chunk_size", chunk_size), positive("memory", memory)
-        super().__init__(extensions, extension_hook, debug, retain_graph, chunk_size, memory, grad_scaler=grad_scaler)
+        told = None if samples is None else Told.of(samples)
+        super().__init__(
+            extensions, extension_hook, debug, retain_graph, chunk_size, memory, grad_scaler=grad_scaler, told=told
+        )
         self._opened: list[Opened] = []
 
     def __enter__(self) -> backpack:

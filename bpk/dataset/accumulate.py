@@ -27,7 +27,7 @@ from bpk.dataset.rows import Callback, Handed, InMemory, Sink
 from bpk.dataset.run import DivisorOf, Runner
 from bpk.dataset.sharded import ShardedRunner, Total, in_shards
 from bpk.dataset.totals import Totals
-from bpk.dataset.watched import Watched
+from bpk.dataset.watched import SamplesOf, Watched
 from bpk.distributed.fields import rule_of
 from bpk.distributed.share import with_new_workers
 from bpk.extensions.backprop_extension import BackpropExtension
@@ -43,6 +43,7 @@ def accumulate(
     *extensions: BackpropExtension,
     step: StepOf | None = None,
     divisor: DivisorOf | str | None = None,
+    samples: SamplesOf | None = None,
     device: torch.device | str | None = None,
     autocast: torch.dtype | None = None,
     chunk_size: int | None = None,
@@ -72,6 +73,7 @@ def accumulate(
         *extensions: Instances, such as `KFAC()`; without any, the result has the gradient alone.
         step: `step(model, loss_fn, batch)` gives the loss of a batch (default: `loss_fn(model(x), y)` of pairs).
         divisor: By what the loss of a batch divides, `divisor(batch)`, or `"sum"`, for losses that do not tell.
+        samples: Of which samples the rows of losses are, `samples(batch)`, where that is not plain: see `bpk.backpack`.
         device: Where to move the tensors of batches (default: they stay).
         autocast: The type for `torch.autocast` in forward passes.
         chunk_size: As in `bpk.backpack`.
@@ -105,12 +107,12 @@ def accumulate(
     (torch.Size([3, 4]), [(3, 3), (4, 4)])
     """
     check(model, loss_fn, divisor, result)
-    check_options(step, device, autocast, per_sample, callback, timeout, checkpoint)
+    check_options(step, samples, device, autocast, per_sample, callback, timeout, checkpoint)
     every = checked_every(every)
     sums, rows = combinations(extensions, batch_averages)
     sharded = in_shards(model)
     quantities = (*extensions, Total()) if sharded else extensions
-    context = Watched(*quantities, asks=divisor is None, chunk_size=chunk_size, memory=memory)
+    context = Watched(*quantities, asks=divisor is None, chunk_size=chunk_size, memory=memory, samples=samples)
     runner = (ShardedRunner if sharded else Runner)(model, loss_fn, context, step, device, autocast, divisor)
     fields = (*sums, *rows, Total.field)
     params = (*model.parameters(), *loss_fn.parameters())
@@ -118,7 +120,8 @@ def accumulate(
         totals, sink = Totals(sums), sink_for(rows, own_folder(per_sample, processes, result), callback)
         known = {}
         if checkpoint is not None or processes is not None:
-            options = {"autocast": autocast, "batch_averages": batch_averages, "divisor=": in_words(divisor)}
+            options: dict[str, object] = {"autocast": autocast, "batch_averages": batch_averages}
+            options |= {"divisor=": in_words(divisor), "samples=": in_words(samples)}
             options["where rows of samples go"] = type(sink).__name__
             known = fingerprint(model, loss_fn, extensions, loader, options)
         if checkpoint is not None:
@@ -143,10 +146,8 @@ def result_of(totals: Totals, sink: Sink, extensions: Sequence[BackpropExtension
     fields = totals.whole()
     for name, values in sink.whole(size).items():
         fields.setdefault(name, {}).update(values)
-    rules = [(e.savefield, e.over_batches) for e in extensions]
-    notes = tuple(
-        f"{f}: {rule.approximates}" for f, rule in rules if isinstance(rule, OverBatches) and rule.approximates
-    )
+    rules = {e.savefield: e.over_batches for e in extensions}
+    notes = tuple(f"{f}: {r.approximates}" for f, r in rules.items() if isinstance(r, OverBatches) and r.approximates)
     loss = totals.loss / size.weight(1)
     return Accumulated(fields, size.samples, totals.batches, size.divisor, loss, notes, versions())
 
@@ -210,11 +211,12 @@ def checked_every(every: Any) -> int:
 
 
 def check_options(
-    step: Any, device: Any, autocast: Any, per_sample: Any, callback: Any, timeout: Any, checkpoint: Any
+    step: Any, samples: Any, device: Any, autocast: Any, per_sample: Any, callback: Any, timeout: Any, checkpoint: Any
 ) -> None:
     """Refuse options of another kind than they are."""
     for name, function, example in (
         ("step", step, "step=lambda model, loss_fn, batch: loss_fn(model(batch['x']), batch['y'])"),
+        ("samples", samples, "samples=lambda batch: torch.arange(len(batch[0])).repeat(T)"),
         ("callback", callback, "callback=lambda batch_index, fields: ..."),
     ):
         if function is not None and not callable(function):

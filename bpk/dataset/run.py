@@ -103,6 +103,7 @@ class Runner:
         for param in self.params.values():
             param.grad = None
         cast = nullcontext() if self.autocast is None else torch.autocast(self.device_of_sums.type, self.autocast)
+        self.context.look_at(batch)
         with torch.enable_grad(), self.context:
             with cast:
                 loss = self.step(self.model, self.loss_fn, batch)

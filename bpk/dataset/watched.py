@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -19,9 +20,13 @@ from bpk.jacobians.losses.loss import Loss
 from bpk.plan.support import require_axis
 from bpk.plan.survey import mixes
 from bpk.recording.context.opened import Pass
+from bpk.recording.context.told import Told
 from bpk.recording.graph.known_gradient import KnownGradient
 from bpk.recording.membership import where_is
 from bpk.recording.record import Record
+
+SamplesOf = Callable[[Any], "int | Tensor | tuple[int, Tensor]"]
+"""Of a batch: of which samples the rows of its loss are, as in `bpk.backpack`."""
 
 
 class NotEmpty(Exception):
@@ -49,7 +54,7 @@ class Watched(backpack):
     """A context for one backward pass; `seen` is what it has found out.
 
     `asks` says whether losses are asked by what they divide, and `add_up` what is done with sharded parameters. Where
-    the objective is NaN, it `must_be_empty`: a mean over no targets.
+    the objective is NaN, it `must_be_empty`: a mean over no targets. The user may say of a batch where `samples` are.
     """
 
     def __init__(
@@ -58,14 +63,19 @@ class Watched(backpack):
         asks: bool = True,
         chunk_size: int | None = None,
         memory: int | None = None,
+        samples: SamplesOf | None = None,
     ) -> None:
         super().__init__(*extensions, chunk_size=chunk_size, memory=memory)
         self.adds_up = True
-        self.asks = asks
+        self.asks, self.samples = asks, samples
         self.seen = Seen()
         self.must_be_empty = False
         self.looked = False  # at the first batch, of which all others have the form
         self.add_up: Callable[[Sharded], None] | None = None
+
+    def look_at(self, batch: Any) -> None:
+        """The next pass will be that of this batch."""
+        self.told = None if self.samples is None else Told.of(self.samples(batch))
 
     def begin(self, task: int, under_way: dict[int, Pass]) -> Backward:
         self.seen = Seen()

@@ -88,12 +88,16 @@ class Inspection:
             self.above[root] = self.sources.upstream(root)
         for root in roots:
             require_batch(root)
+            if self.settings.told is not None:
+                self.settings.told.require_rows(root.batch_size, root.where)
             see_whole_batch(root, self.extensions)
             self.require(root)
             self.require_samples([root])
             self.prepare(root)
         try:
-            found, merges = place_or_merge(roots, self.sources, self.extensions, self.has_module_extension)
+            found, merges = place_or_merge(
+                roots, self.sources, self.extensions, self.has_module_extension, self.settings.told
+            )
         except UnsupportedLayer:
             for root in roots:
                 require_axis(self.extensions, [root, *self.sources.upstream(root)])  # if that is why
@@ -110,10 +114,10 @@ class Inspection:
             root.left = left
             if len(roots) > 1:
                 placement.above = self.sources.upstream(root)
-        count_rows_given([] if merges else [*found.values()])
+        count_rows_given([] if merges or self.settings.told else [*found.values()])
         for root, placement in found.items():
             self.take(root, roots[root], placement)
-        if len(roots) > 1 and self.merged is None:
+        if len(roots) > 1 and self.merged is None and self.settings.told is None:
             caution_parts({root: (each.above, each.rows) for root, each in found.items()})
 
     def take(self, root: Record, node: Node, placement: Placement) -> None:
@@ -144,9 +148,10 @@ class Inspection:
         require_own(records)
         self.tell(root, above, placement.left)
         if root.is_loss:
-            require_layers(root, above, bool(placement.left), self.sources, self.extensions)
+            told = self.settings.told is not None
+            require_layers(root, above, bool(placement.left), self.sources, self.extensions, told)
             caution_coupling(root, node, self.extensions, placement.rows.get(root), placement.n)
-        if self.merged is None:
+        if self.merged is None and self.settings.told is None:
             caution(root, above, placement.n, placement.rows, self.sources)
         for record in above:
             self.require(record)

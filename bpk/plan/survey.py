@@ -47,9 +47,9 @@ def require_own(records: Iterable[Record]) -> None:
 
 
 def require_layers(
-    loss: Record, records: list[Record], left: bool, sources: Sources, extensions: Iterable[Quantity]
+    loss: Record, records: list[Record], left: bool, sources: Sources, extensions: Iterable[Quantity], told: bool
 ) -> None:
-    """Refuse a loss with parameters but no recorded call behind it, where nobody knows the model or needs its samples.
+    """Refuse a loss with parameters but no recorded call behind it, where nobody knows the model, or its samples.
 
     That calls were `left` to autograd shows that the model was extended, and so do the shapes that an extended model
     has left on the nodes of its results: functions use all of its parameters then.
@@ -68,7 +68,7 @@ def require_layers(
             "call bpk.extend(model) before the forward pass, run it outside of disable(), and write layer(x).",
         )
     first = {shape[:2] for shapes in given for shape in shapes[:1]}
-    needed = not all(e.second_order and is_of_batch(e) for e in extensions)
+    needed = not told and not all(e.second_order and is_of_batch(e) for e in extensions)
     if needed and any(shape and loss.batch_size not in shape for shape in first):
         raise mixed(f"no layer between the model and '{loss.path}' tells whose its {loss.batch_size} rows are")
 

@@ -144,7 +144,7 @@ class Measured:
         loss = self.problem.objective(self.problem.predict(model=self.model), self.loss)
         torch.manual_seed(seed_of(self.problem, number))
         self.say(about)
-        context = backpack(extension, extension_hook=reached)
+        context = backpack(extension, extension_hook=reached, **self.problem.options)
         if not isinstance(self.loss, Picked):
             context.checks_objective = False  # where it would refuse, the comparison shows which numbers are wrong
         with context:

@@ -102,6 +102,8 @@ class Problem:
     inputs: Arguments
     targets: tuple[Any, ...]
     seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `backpack`, in passes that are compared."""
     found: dict[nn.Module, list[tuple[nn.Module, str, int, Tensor]]] = field(default_factory=dict)
     """Buffers of models as they were: every forward pass starts from these (spectral normalisation changes them)."""
 
@@ -129,13 +131,9 @@ class Problem:
                 )
         assert isinstance(loss, nn.Module)
         given = () if targets is None else tuple(targets) if isinstance(targets, (tuple, list)) else (targets,)
-        return cls(
-            duplicate(model, dtype),
-            duplicate(loss, dtype),
-            Arguments.of(inputs, axis, model).map(lambda x: cast(x, dtype)),
-            with_tensors(given, lambda x: cast(x, dtype)),
-            seed,
-        )
+        called = Arguments.of(inputs, axis, model).map(lambda x: cast(x, dtype))
+        given = with_tensors(given, lambda x: cast(x, dtype))
+        return cls(duplicate(model, dtype), duplicate(loss, dtype), called, given, seed)
 
     @property
     def name_of_loss(self) -> str:
@@ -145,7 +143,7 @@ class Problem:
     def fresh(self) -> Problem:
         """The same problem with copies of model and loss of its own."""
         self.put_back(self.model)
-        return Problem(duplicate(self.model, None), duplicate(self.loss, None), self.inputs, self.targets, self.seed)
+        return replace(self, model=duplicate(self.model, None), loss=duplicate(self.loss, None), found={})
 
     def predict(self, inputs: Arguments | None = None, model: nn.Module | None = None) -> Any:
         """The model's output; random layers draw the same numbers every time."""

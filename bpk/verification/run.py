@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bpk.context import check_extension
+from bpk.context import backpack, check_extension
 from bpk.extensions.backprop_extension import BackpropExtension
 from bpk.extensions.options import positive, seeding
 from bpk.extensions.registry import every_extension
@@ -53,6 +54,7 @@ def verify(
     batch_axis: int = 0,
     passes: int = 100,
     memory: float = 4.0,
+    options: Mapping[str, Any] | None = None,
     raise_on_error: bool = False,
     progress: bool | None = None,
 ) -> Verification:
@@ -99,6 +101,7 @@ def verify(
         passes: About how many backward passes the reference of one costly quantity may take; beyond, fewer entries
             of each parameter (at least one) are compared.
         memory: Limit in GiB for fields; parameters are spread over several backward passes to stay below.
+        options: Of `bpk.backpack`, for the passes that are compared: `{"samples": torch.arange(N).repeat(T)}`.
         raise_on_error: Raise `AssertionError` with the table if anything is wrong.
         progress: Show how far it is, and the time left (by default: on terminals and in notebooks).
 
@@ -136,10 +139,11 @@ def verify(
     seed = seeding(seed)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a type of real numbers, such as torch.float64, or None, got {dtype!r}.")
+    backpack(extension_hook=None, **(options or {}))  # says what is wrong with them
     effort = effort_of(entries, samples, passes, memory, rtol, atol)
     with undisturbed(dtype, devices):
         if wanted:
-            problem = Problem.of(model, loss, inputs, targets, dtype, batch_axis, seed)
+            problem = replace(Problem.of(model, loss, inputs, targets, dtype, batch_axis, seed), options=options or {})
             bar = Progress(len(wanted), progress)
             try:
                 found, gradients = rows(problem, wanted, effort, use_converter, bar)

@@ -19,18 +19,20 @@ WIDTH, CLASSES, WORDS, ENTRIES = 4, 3, 30, 3
 """Features, classes, words of a vocabulary, and entries of data at one place."""
 
 
-def missing_or_wrong(model: nn.Module, loss_fn: nn.Module, x: Tensor, n: int) -> list[str]:
+def missing_or_wrong(model: nn.Module, loss_fn: nn.Module, x: Tensor, n: int, told: str = "") -> list[str]:
     """Fields that are missing, or not what plain autograd gives, after a pass of an extended model.
 
-    The model's method `owners` returns the sample of each row of the loss, once the model has run.
+    The model's method `owners` returns the sample of each row of the loss, once the model has run. `bpk` may be `told`
+    of these `rows`, or of the `number` of samples.
     """
     with bpk.disable():
         out = model(x)
     y = torch.randint(CLASSES, (out.shape[0], *out.shape[2:]))
-    with bpk.backpack(BatchGrad(), BatchDiagGGNExact()):
+    owners: Tensor = model.owners()  # type: ignore[operator]
+    samples = {"": None, "rows": (n, owners), "number": n}[told]
+    with bpk.backpack(BatchGrad(), BatchDiagGGNExact(), samples=samples):
         loss_fn(model(x), y).backward()
     params = dict(model.named_parameters())
-    owners: Tensor = model.owners()  # type: ignore[operator]
     expected = zip(params.items(), *of_samples(out, y, owners, n, list(params.values())), strict=True)
     found = []
     for (name, p), gradient, diagonal in expected:

@@ -52,7 +52,7 @@ def draw(seed: int) -> tuple[list[Step], dict[str, int], bool]:
 
 
 class Model(nn.Module):
-    """Runs a program on data `[n, a(, b)(, entries)]`; afterwards, `axes` are those of the predictions."""
+    """Runs a program on data `[n, a(, b)(, entries)]`, or as `given`; `axes` are those of predictions, at last."""
 
     def __init__(self, program: list[Step], sizes: dict[str, int], words: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Model(nn.Module):
         self.tables = {axis: torch.randn(size, 2).double() for axis, size in sizes.items()}
         for axis, table in self.tables.items():
             self.register_buffer(f"table_{axis}", table)
-        self.axes = ""
+        self.given, self.axes = "".join(sizes), ""
 
     def layer(self, kind: str, axis: str, option: bool) -> nn.Module:
         """What an operation needs."""
@@ -88,7 +88,7 @@ class Model(nn.Module):
         return nn.Tanh() if kind == "tanh" else nn.ReLU() if kind == "relu" else nn.Identity()
 
     def forward(self, h: Tensor) -> Tensor:
-        self.axes = "".join(self.sizes)
+        self.axes = self.given
         features = False
         for (kind, axis, option), layer in zip(self.program, self.layers, strict=True):
             if kind == "permute":

@@ -50,7 +50,7 @@ def caution(root: Record, above: list[Record], n: int, rows: Mapping[Record, Ten
 def tell(told: WeakSet[nn.Module], loss: Record, what: str, why: str, do: str) -> None:
     """Tell the user, and note for which loss."""
     told.add(loss.module)
-    warn(explain(what, why, do))
+    warn(explain(what, why, f"{do} Or say of which sample each row is: backpack(..., samples=...)."))
 
 
 def caution_batch_of_one(root: Record, above: list[Record], n: int) -> None:

@@ -37,12 +37,14 @@ def check_hypothesis(
     movable: bool,
     only_by_form: bool = False,
     any_shared: bool = False,
+    told: bool = False,
 ) -> dict[Record, Tensor]:
     """Test one hypothesis about the rows of the root throughout the graph: those of `n` samples have these numbers.
 
     The batch axis may be `movable`. With `laid_out`, samples must be where the data of the model has them: data with as
     many steps as samples may tell which is which, where the graph does not. With `any_shared`, all samples may depend
-    on whatever calls, as long as others are given the samples (a support set beside queries).
+    on whatever calls, as long as others are given the samples (a support set beside queries). The user may
+    have `told` it.
     """
     numbers = numbers.to(root.inputs[0].device)
     if laid_out and not root.is_loss and not follows_data(root, numbers, n):
@@ -51,7 +53,7 @@ def check_hypothesis(
         for record in above if laid_out else ():
             if not follows_data(record, proven[record], n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
-        return out_of_order(root, above, proven, n)
+        return out_of_order(root, above, proven, n, told)
     if only_by_form:
         raise mixed(f"those of '{root.path}' do not follow from the form of the graph")
     found: dict[Record, Tensor] = {root: numbers}
@@ -68,7 +70,7 @@ def check_hypothesis(
             if record.as_called and not is_reached(mat).all():
                 silent[record] = mat
         try:
-            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources)
+            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources, told)
             in_front = mat.movedim(1 + record.shifted, 1)
             if laid_out and not follows_data(record, torch.where(is_reached(in_front), rows, -1), n):
                 raise mixed(f"'{root.path}' has them in another order than the data of the model")
@@ -108,13 +110,14 @@ def check_hypothesis(
         if record not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of {record.where} cannot be followed to the {n}")
     if inside:
-        require_separate_samples(inside, sources, found, n)
-        layers = [record for record in inside if not record.binding.axes]
+        layers = [record for record in inside if not (record.binding.axes or told)]
+        if not told:
+            require_separate_samples(inside, sources, found, n)
         if layers and not any(tells_samples(record, found, n) for record in above):  # any numbers would agree
             raise mixed(f"one row of {layers[0].where} has those of several of the {n}")
         raise AllSamplesInside(inside)
     follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
-    return out_of_order(root, above, found, n)
+    return out_of_order(root, above, found, n, told)
 
 
 def may_be_apart(root: Record, above: list[Record], sources: Sources) -> bool:
@@ -202,9 +205,11 @@ def some_are_given(records: list[Record], n: int) -> bool:
     return any(is_given_data(record) and record.batch_size >= n for record in records)
 
 
-def out_of_order(root: Record, above: list[Record], found: dict[Record, Tensor], n: int) -> dict[Record, Tensor]:
+def out_of_order(
+    root: Record, above: list[Record], found: dict[Record, Tensor], n: int, told: bool
+) -> dict[Record, Tensor]:
     """The samples of rows that are not those of the `n` samples in order."""
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
-    if are_pieces(above, rows_of, n):
+    if not told and are_pieces(above, rows_of, n):
         raise mixed(f"'{root.path}' has {n}, and what was called has one")
     return rows_of

@@ -46,8 +46,12 @@ class AllSamplesInside(NotInFront):
     """Calls have the samples inside of their rows, and everything else agrees with the hypothesis."""
 
 
-def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources) -> Tensor:
+def numbers_of(
+    record: Record, mat: Tensor, n: int, movable: bool, tolerance: float, sources: Sources, told: bool
+) -> Tensor:
     """The sample of every row of a call; moves its batch axis to the front if it is elsewhere and `movable`.
+
+    Where the user has `told` of samples, these may be inside of any rows.
 
     Raises:
         FeedsSeveral: If rows feed several samples.
@@ -64,7 +68,7 @@ def numbers_of(record: Record, mat: Tensor, n: int, movable: bool, tolerance: fl
         axis = 0
     what = f"row of {record.where} feeds several of the {n} samples"
     inside = not knows_several(record) if record.binding.axes else not axis and may_have_them_in_two_axes(record, n)
-    if inside and decode(mat.flatten(1)[..., None], n, tolerance) is not None:
+    if (inside or (told and not axis)) and decode(mat.flatten(1)[..., None], n, tolerance) is not None:
         raise SamplesInside
     if movable and axis and len(record.used) > 1 and not record.params:
         raise NotInFront([record])  # its results come side by side, without axes of their own

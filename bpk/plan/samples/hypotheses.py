@@ -213,5 +213,6 @@ def mixed(what: str) -> UnsupportedLayer:
         f"Rows are not samples: {what}.",
         "a function or a layer mixes samples, or the batch axis was moved or merged so that they cannot be told apart.",
         "compute statistics per sample; keep the batch axis first and apart: layers take extra axes ([N, T, D]), "
-        "losses take [N, C, T]. Of contrastive losses there are only sums over the batch (DiagGGNExact, HMP, ...).",
+        "losses take [N, C, T]. Rows of a loss may be of any samples: say which, backpack(..., samples=...). Of "
+        "contrastive losses there are only sums over the batch (DiagGGNExact, HMP, ...).",
     )

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from bpk.plan.samples.cautions import tell
+from bpk.jacobians.core.errors import explain, warn
 from bpk.plan.samples.placement import Placement
 from bpk.recording.record import Record
 
@@ -122,14 +122,15 @@ def caution_parts(losses: Mapping[Record, tuple[Sequence[Record], Mapping[Record
 
 def tell_of_parts(loss: Record, what: str) -> None:
     """Tell the user of losses that see different rows."""
-    tell(
-        PARTED,
-        loss,
-        what,
-        "sample k of one loss counts as sample k of the other, as for two views of one sample, so that what belongs to "
-        "a sample is a sum over several rows.",
-        "if they are different samples, give all rows to one loss (to weight them: a loss module of your own), or use "
-        "one backward pass for each loss.",
+    PARTED.add(loss.module)
+    warn(
+        explain(
+            what,
+            "sample k of one loss counts as sample k of the other, as for two views of one sample, so that what "
+            "belongs to a sample is a sum over several rows.",
+            "if they are different samples, give all rows to one loss (to weight them: a loss module of your own), or "
+            "use one backward pass for each loss.",
+        )
     )
 
 

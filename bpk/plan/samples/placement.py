@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.jacobians.core.function_module import Plain
+from bpk.plan.samples.as_told import attribute_as_told
 from bpk.plan.samples.attribution import attribute
 from bpk.plan.samples.checking import may_be_apart
 from bpk.plan.samples.findings import AllSamplesInside, NotInFront
@@ -18,6 +19,8 @@ from bpk.plan.samples.given import of_what_was_given, with_last_call
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed, uses_parameters
 from bpk.plan.samples.proofs import prove
 from bpk.plan.sources import Sources
+from bpk.plan.survey import mixes
+from bpk.recording.context.told import Told
 from bpk.recording.graph.nodes import is_of_leaves
 from bpk.recording.graph.ownership import DISSOLVED, leave_to_autograd
 from bpk.recording.graph.side_effects import beyond
@@ -88,6 +91,7 @@ def place(
     has_module_extension: Callable[[Record], bool] = lambda record: False,
     independent: bool = False,
     twice: bool = False,
+    told: Told | None = None,
 ) -> Placement:
     """Find the batch axis throughout the graph behind `root`, and put it in front of what rules see.
 
@@ -95,17 +99,19 @@ def place(
     for samples (a layer that is given a parameter), and layers without parameters whose rule cannot have the batch axis
     where it is. Where samples mix, quantities of second order are refused, and those that need `independent` samples;
     for others of first order the user is told once. Attention that has samples inside of its rows is refused where
-    autograd would have to differentiate it `twice`, because only the rule can do that with a fused kernel.
+    autograd would have to differentiate it `twice`, because only the rule can do that with a fused kernel. The user may
+    have `told` of which samples the rows of the root are.
     """
     found = Placement(root, sources, sources.upstream(root), root.batch_size)
     while unserved := [r for r in left_at_once(root, found.above, sources) if not has_module_extension(r)]:
         found.leave(unserved)
     above = found.above
-    moved = is_moved(root, above, sources, second_order)
+    plain = told is None or told.is_plain(root.batch_size)
+    moved = not plain or is_moved(root, above, sources, second_order)
     stuck = tuple([k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record)])
     if not stuck and not moved:
         return found
-    form = form_of((*above, root), sources, second_order, twice, stuck)
+    form = form_of((*above, root), sources, second_order, twice, stuck, told and told.said)
     known = recall(root, form)
     found.leave([above[k] for k in stuck])
     if known is not None and known.mixed and (independent or may_be_apart(root, found.above, sources)):
@@ -113,7 +119,8 @@ def place(
     found.leave([above[k] for k in (known.left if known is not None else ()) if k not in stuck])
     behind = connections((*found.above, root), sources) if known is not None and known.left else None
     if known is None or not (known.mixed or known.behind == behind) or not found.take(known):
-        what = search(found, second_order or independent, twice)
+        refuses = second_order or independent or not (told is None or (plain and any(map(mixes, above))))
+        what = search(found, refuses, twice, told)
         remaining = set(found.above)
         left = tuple([k for k, record in enumerate(above) if record not in remaining])
         behind = connections((*found.above, root), sources) if left else None
@@ -122,7 +129,7 @@ def place(
     return found
 
 
-def search(found: Placement, refuses: bool, twice: bool) -> Form:
+def search(found: Placement, refuses: bool, twice: bool, told: Told | None) -> Form:
     """Test hypotheses until one holds, and leave calls that have no batch axis; returns what is to be remembered.
 
     Where samples mix, this `refuses`, or else warns and takes rows for samples.
@@ -132,7 +139,10 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
         record.shift(0)
     while True:
         try:
-            found.n, found.rows = attribute(root, found.above, sources)
+            if told is None:
+                found.n, found.rows = attribute(root, found.above, sources)
+            else:
+                found.n, found.rows = attribute_as_told(root, found.above, sources, told)
             break
         except NotInFront as stop:
             if twice and isinstance(stop, AllSamplesInside):
@@ -150,7 +160,8 @@ def search(found: Placement, refuses: bool, twice: bool) -> Form:
     proof = prove(root, found.above, sources, found.n, found.rows)
     if proof is not None:  # it knows of rows without a gradient, too, such as those at a point of rest
         found.rows = {r: each for r, each in zip(records, proof, strict=True) if each is not None}
-    if are_pieces(found.above, found.rows, found.n):  # what dropout has silenced in the only sample looked like another
+    if told is None and are_pieces(found.above, found.rows, found.n):
+        # what dropout has silenced in the only sample looked like another
         for record in found.above:
             record.shift(0)
         found.n, found.rows = 1, {record: one_sample(record) for record in records if record.batch_size > 1}

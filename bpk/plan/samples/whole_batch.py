@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.jacobians.losses.by_autograd import COUPLES
@@ -28,6 +29,7 @@ from bpk.plan.samples.placement import Placement, is_stuck, place
 from bpk.plan.sources import Sources
 from bpk.plan.support import require_support
 from bpk.plan.survey import mixes
+from bpk.recording.context.told import Told
 from bpk.recording.record import Record
 
 
@@ -36,6 +38,7 @@ def place_or_merge(
     sources: Sources,
     extensions: Sequence[Quantity],
     has_module_extension: Callable[[Record], bool],
+    told: Told | None,
 ) -> tuple[dict[Record, Placement], bool]:
     """`place`; where samples mix and all of second order are sums over the batch, merge them, behind all losses.
 
@@ -43,19 +46,20 @@ def place_or_merge(
     """
     second = [e for e in extensions if e.second_order]
     independent = bool([e for e in extensions if e.needs_independence])
+    find = partial(place, has_module_extension=has_module_extension, independent=independent, told=told)
     if [root for root in roots if not root.is_loss] or not may_merge(second):
-        return {root: place(root, sources, bool(second), has_module_extension, independent) for root in roots}, False
+        return {root: find(root, sources, bool(second)) for root in roots}, False
     mixed = {r: None for root in roots for r in sources.upstream(root) if mixes(r) and not has_module_extension(r)}
     if not mixed and not any(root.whole for root in roots):
         twice = bool([e for e in second if not e.linear_in_terms])  # not made of columns of the loss alone
         try:
-            return {root: place(root, sources, True, has_module_extension, independent, twice) for root in roots}, False
+            return {root: find(root, sources, True, twice=twice) for root in roots}, False
         except UnsupportedLayer:  # functions mix samples: rows cannot be told apart
             pass
     sampled = [e for e in second if e.subsampling is not None]
     for root in roots if sampled else ():
         require_rows(root, sources.upstream(root), sampled[0])
-    return {root: merge(root, sources, extensions, has_module_extension, mixed) for root in roots}, True
+    return {root: merge(root, sources, extensions, has_module_extension, mixed, told) for root in roots}, True
 
 
 def merge(
@@ -64,6 +68,7 @@ def merge(
     extensions: Sequence[Quantity],
     has_module_extension: Callable[[Record], bool],
     mixed: Iterable[Record],
+    told: Told | None,
 ) -> Placement:
     """Leave to autograd what mixes samples, or has no rule."""
     first = [e for e in extensions if not e.second_order]
@@ -74,7 +79,7 @@ def merge(
     found = Placement(root, sources, sources.upstream(root), 1)
     if first:
         with rows_seen(root):
-            found = place(root, sources, False, has_module_extension, independent)
+            found = place(root, sources, False, has_module_extension, independent, told=told)
     left = [r for r in found.above if r.rule is None or mixes(r) or is_stuck(r) or has_no_axis(r)]
     found.leave([r for r in left if not has_module_extension(r)])
     return found

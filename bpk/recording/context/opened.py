@@ -14,6 +14,7 @@ from bpk.jacobians.core.errors import explain, runtime_error, warn
 from bpk.recording import engine
 from bpk.recording.context.probe import PROBE
 from bpk.recording.context.surroundings import require_plain_pass
+from bpk.recording.context.told import Told
 
 EXTEND = "call bpk.extend(model) and bpk.extend(loss_fn) before the forward pass."
 
@@ -25,7 +26,7 @@ class Settings:
     """What a user asks for with `backpack(...)`, and whether the objective must be made of extended losses only.
 
     Fields are those of the loss before `grad_scaler` has scaled it. With `adds_up`, they hold what adds up over batches
-    (`extension.statistic`) in place of values.
+    (`extension.statistic`) in place of values. Where samples are, the user has `told`, or it is found out.
     """
 
     extensions: tuple[Any, ...]
@@ -37,6 +38,7 @@ class Settings:
     checks_objective: bool = True
     adds_up: bool = False
     grad_scaler: GradScaler | None = None
+    told: Told | None = None
 
 
 class Pass(Protocol):

@@ -1,0 +1,69 @@
+"""Where samples are as the user says it: the graph has to agree, and nothing is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.plan.samples.attribution import Found
+from bpk.plan.samples.checking import check_hypothesis
+from bpk.plan.samples.findings import NotInFront
+from bpk.plan.samples.hypotheses import numberings, require_rows
+from bpk.plan.sources import Sources
+from bpk.recording.context.told import Told
+from bpk.recording.record import Record
+
+ROWS = "pass the sample of each row: samples=torch.arange(N).repeat(T), where rows are steps of all N, one by one."
+
+
+def attribute_as_told(root: Record, above: list[Record], sources: Sources, told: Told) -> Found:
+    """`attribute`, where the user has told how many samples there are, or of which of them each row of the root is.
+
+    Of their number alone, it follows where they are if one way to share out the rows agrees with the graph, and no
+    other does.
+
+    Raises:
+        NotInFront: If a layer has to be left to autograd first.
+        UnsupportedLayer: If a row feeds other samples, or the number is not enough.
+    """
+    require_rows(root, sources)
+    refusal = ""
+    for any_shared in (False, True):
+        check = partial(check_hypothesis, root, above, sources, False, any_shared=any_shared, told=True)
+        agree, stopped = list[Tensor](), list[NotInFront]()
+        for numbers in ways(told, root.batch_size):
+            try:
+                check(numbers, told.n, movable=True)
+                agree.append(numbers)
+            except NotInFront as stop:
+                stopped.append(stop)
+            except UnsupportedLayer as error:
+                refusal = refusal or str(error).partition("\n")[0]
+            finally:
+                for record in above:
+                    record.shift(0)
+        if len(agree) + len(stopped) > 1:
+            what = f"backpack(..., samples={told.n}) does not say which of the {root.batch_size} rows of {root.where} "
+            why = "rows of each sample one after another agree with the graph, and so do others."
+            raise UnsupportedLayer(f"{what}belong to each.", why, ROWS)
+        if stopped:
+            raise stopped[0]
+        if agree:
+            return told.n, check(agree[0], told.n, movable=True)
+    raise UnsupportedLayer(
+        f"{root.where} has other samples than the {told.n} of backpack(..., samples=).",
+        refusal,
+        f"{ROWS[:-1]}, or leave it out.",
+    )
+
+
+def ways(told: Told, rows: int) -> Iterator[Tensor]:
+    """The sample of each row, as it may be by what was told."""
+    if told.rows is not None:
+        yield told.rows
+        return
+    yield from numberings(rows, told.n, in_front=True)
+    yield from numberings(rows, told.n, in_front=False) if told.n > 1 else ()
