@@ -152,7 +152,7 @@ class Inspection:
             require_layers(root, above, bool(placement.left), self.sources, self.extensions, told)
             caution_coupling(root, node, self.extensions, placement.rows.get(root), placement.n)
         if self.merged is None and self.settings.told is None:
-            caution(root, above, placement.n, placement.rows, self.sources)
+            caution(placement)
         for record in above:
             self.require(record)
         self.require_samples(above)

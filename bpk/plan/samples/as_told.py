@@ -9,17 +9,16 @@ from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
 from bpk.plan.samples.attribution import Found
+from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.checking import check_hypothesis
 from bpk.plan.samples.findings import NotInFront
 from bpk.plan.samples.hypotheses import numberings, require_rows
-from bpk.plan.sources import Sources
 from bpk.recording.context.told import Told
-from bpk.recording.record import Record
 
 ROWS = "pass the sample of each row: samples=torch.arange(N).repeat(T), where rows are steps of all N, one by one."
 
 
-def attribute_as_told(root: Record, above: list[Record], sources: Sources, told: Told) -> Found:
+def attribute_as_told(behind: Behind, told: Told) -> Found:
     """`attribute`, where the user has told how many samples there are, or of which of them each row of the root is.
 
     Of their number alone, it follows where they are if one way to share out the rows agrees with the graph, and no
@@ -29,10 +28,10 @@ def attribute_as_told(root: Record, above: list[Record], sources: Sources, told:
         NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds other samples, or the number is not enough.
     """
-    require_rows(root, sources)
-    refusal = ""
+    root, refusal = behind.root, ""
+    require_rows(root, behind.sources)
     for any_shared in (False, True):
-        check = partial(check_hypothesis, root, above, sources, False, any_shared=any_shared, told=True)
+        check = partial(check_hypothesis, behind, False, any_shared=any_shared, told=True)
         agree, stopped = list[Tensor](), list[NotInFront]()
         for numbers in ways(told, root.batch_size):
             try:
@@ -43,12 +42,13 @@ def attribute_as_told(root: Record, above: list[Record], sources: Sources, told:
             except UnsupportedLayer as error:
                 refusal = refusal or str(error).partition("\n")[0]
             finally:
-                for record in above:
-                    record.shift(0)
+                behind.put_back()
         if len(agree) + len(stopped) > 1:
-            what = f"backpack(..., samples={told.n}) does not say which of the {root.batch_size} rows of {root.where} "
-            why = "rows of each sample one after another agree with the graph, and so do others."
-            raise UnsupportedLayer(f"{what}belong to each.", why, ROWS)
+            raise UnsupportedLayer(
+                f"backpack(..., samples={told.n}) does not say which rows of {root.where} belong to each.",
+                f"its {root.batch_size} rows may be those of each sample one after another, or in another order.",
+                ROWS,
+            )
         if stopped:
             raise stopped[0]
         if agree:

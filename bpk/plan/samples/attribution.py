@@ -16,6 +16,7 @@ from itertools import product
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.checking import check_hypothesis
 from bpk.plan.samples.findings import AllSamplesInside, LastResort, NotInFront
 from bpk.plan.samples.given import (
@@ -24,14 +25,12 @@ from bpk.plan.samples.given import (
     is_told,
     of_what_was_given,
     rows_in_order,
-    with_last_call,
 )
 from bpk.plan.samples.hypotheses import hypotheses, mixed, numberings, require_rows
 from bpk.plan.samples.joined import rows_of_parts
 from bpk.plan.samples.listed import alternate, are_joined, steps_come_first
 from bpk.plan.samples.picked import picked_rows
 from bpk.plan.samples.sequences import in_order_of_data, possible_numbers, rows_as_packed
-from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 Picked = Callable[[bool], list[tuple[int, Tensor]]]
@@ -41,18 +40,18 @@ Found = tuple[int, dict[Record, Tensor]]
 """How many samples there are, and by record the sample `[R]` of every row, where these are not the samples in order."""
 
 
-def attribute(root: Record, above: list[Record], sources: Sources) -> Found:
+def attribute(behind: Behind) -> Found:
     """Find the batch axis of every call behind `root` (a loss, or the last call), and move it to the front.
 
     Raises:
         NotInFront: If a layer has to be left to autograd first.
         UnsupportedLayer: If a row feeds several samples.
     """
-    require_rows(root, sources)
-    picked = cache(partial(picked_rows, root, above, sources))
-    calls = with_last_call(root, above)
-    known = any(axis_of_data(record) is not None for record in calls) and not are_joined(calls, root.batch_size)
-    trials = [Trials(root, above, sources, picked, laid_out) for laid_out in ((True, False) if known else (False,))]
+    require_rows(behind.root, behind.sources)
+    picked = cache(partial(picked_rows, behind))
+    calls = behind.calls
+    known = any(axis_of_data(record) is not None for record in calls) and not are_joined(calls, behind.root.batch_size)
+    trials = [Trials(behind, picked, laid_out) for laid_out in ((True, False) if known else (False,))]
     refusal: UnsupportedLayer | LastResort | None = None
     for each in trials:
         try:
@@ -65,7 +64,7 @@ def attribute(root: Record, above: list[Record], sources: Sources) -> Found:
     assert refusal is not None
     if not isinstance(refusal, LastResort) and any(map(is_of_data, calls)):  # what all samples share may be data, too
         with suppress(UnsupportedLayer):
-            return Trials(root, above, sources, picked, laid_out=False, any_shared=True).first_that_holds()
+            return Trials(behind, picked, laid_out=False, any_shared=True).first_that_holds()
     raise refusal
 
 
@@ -78,38 +77,31 @@ class Trials:
 
     def __init__(
         self,
-        root: Record,
-        above: list[Record],
-        sources: Sources,
+        behind: Behind,
         picked: Picked,
         laid_out: bool,
         any_shared: bool = False,
     ) -> None:
-        self.root, self.above, self.sources, self.picked, self.laid_out = root, above, sources, picked, laid_out
-        self.calls = with_last_call(root, above)
-        self.told = is_told(root, self.calls)
-        self.check = partial(check_hypothesis, root, above, sources, laid_out, any_shared=any_shared)
+        self.behind, self.picked, self.laid_out = behind, picked, laid_out
+        self.root, self.calls = behind.root, behind.calls
+        self.told = is_told(self.root, self.calls)
+        self.check = partial(check_hypothesis, behind, laid_out, any_shared=any_shared)
 
     def test(self, numbers: Tensor, n: int, movable: bool, only_by_form: bool = False) -> dict[Record, Tensor]:
         """Test a hypothesis: the sample of each row of the root, their number, whether batch axes are movable."""
         try:
             return self.check(numbers, n, movable, only_by_form)
         except (UnsupportedLayer, NotInFront):
-            self.put_back()
+            self.behind.put_back()
             raise
 
     def in_order_of_data(self, numbers: Tensor, n: int, movable: bool, by_form: bool = False) -> dict[Record, Tensor]:
         """The same with samples numbered in the order of data."""
         order = in_order_of_data(self.calls, self.test(numbers, n, movable, by_form), n)
-        self.put_back()
+        self.behind.put_back()
         if order is None:
             raise mixed(f"nothing tells the order of those of '{self.root.path}'")
         return self.test(order.to(numbers.device)[numbers], n, movable, by_form)
-
-    def put_back(self) -> None:
-        """Take all batch axes for those in front: a hypothesis that does not hold has moved some."""
-        for record in self.above:
-            record.shift(0)
 
     def first_that_holds(self) -> Found:
         """Test one hypothesis after the other, the simplest first.
@@ -144,7 +136,7 @@ class Trials:
                         raise mixed(f"those of '{root.path}' are as many for each sample as calls see it")
                     return n, rows
                 except UnsupportedLayer as error:
-                    self.put_back()
+                    self.behind.put_back()
                     refusal = refusal or error
                 except LastResort as error:
                     refusal = error if not isinstance(refusal, LastResort) else refusal
@@ -172,15 +164,15 @@ class Trials:
 
     def as_packed(self, in_turns: bool) -> Found | None:
         """The sequences of a packed one, where the rows of the root are its rows, in its order or in another one."""
-        for n, numbers in rows_as_packed(self.root, self.above, self.calls, self.sources, in_turns):
+        for n, numbers in rows_as_packed(self.behind, in_turns):
             with suppress(UnsupportedLayer, NotInFront):
                 return n, self.in_order_of_data(numbers, n, movable=True)
         return None
 
     def as_joined(self) -> Found | None:
         """Those of several calls, where the rows of the root are theirs, one call behind another."""
-        known = rows_of_parts(self.root, self.sources)
-        trials = Trials(self.root, self.above, self.sources, self.picked, laid_out=False)  # whatever data seem to tell
+        known = rows_of_parts(self.root, self.behind.sources)
+        trials = Trials(self.behind, self.picked, laid_out=False)  # whatever data seem to tell
         for (n, numbers), movable in product([known] if known else [], (False, True)):
             with suppress(UnsupportedLayer, NotInFront):
                 return n, trials.test(numbers, n, movable)
@@ -197,7 +189,7 @@ class Trials:
         """
         root, calls = self.root, self.calls
         tables: list[NotInFront] = []
-        given = [] if steps_come_first(calls, self.sources) else of_what_was_given(root, calls)
+        given = [] if steps_come_first(calls, self.behind.sources) else of_what_was_given(root, calls)
         given = sorted(given, key=lambda hypothesis: not hypothesis[2]) if self.laid_out else given
         alike = any(n in shape[1:] for n, _, _ in given for record in calls for shape in record.given[:1])
         for only_by_form, (n, movable, in_front) in product((False,) if alike else (True, False), given):
@@ -208,7 +200,7 @@ class Trials:
                         rows = self.in_order_of_data(numbers, n, movable, only_by_form)
                     if rows_in_order(calls, rows, n):
                         return n, rows
-                    self.put_back()
+                    self.behind.put_back()
                 except UnsupportedLayer:
                     pass
                 except NotInFront as error:

@@ -17,9 +17,9 @@ from bpk.plan.samples.given import (
     is_given_data,
     is_of_data,
     is_told,
-    with_last_call,
 )
 from bpk.plan.samples.listed import are_listed, are_nodes, one_by_one
+from bpk.plan.samples.placement import Placement
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
@@ -36,11 +36,11 @@ AXES: WeakSet[nn.Module] = WeakSet()
 """Losses whose user has been told that samples seem to be along another axis."""
 
 
-def caution(root: Record, above: list[Record], n: int, rows: Mapping[Record, Tensor], sources: Sources) -> None:
-    """Tell the user what is a guess about the `n` samples behind a loss, of whose calls these are the `rows`."""
-    calls = with_last_call(root, above)
+def caution(found: Placement) -> None:
+    """Tell the user what is a guess about the samples behind a loss."""
+    root, calls, n, rows = found.root, found.calls, found.n, found.rows
     caution_batch_of_one(root, calls, n)
-    caution_one_sample(root, calls, n, sources)
+    caution_one_sample(root, calls, n, found.sources)
     caution_layout(root, calls, n, rows)
     caution_draws(root, calls, n)
     caution_rows(root, calls, n, rows)

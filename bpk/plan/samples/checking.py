@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core.errors import UnsupportedLayer
+from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.decoding import decode, digits, is_reached
 from bpk.plan.samples.findings import AllSamplesInside, FeedsSeveral, LastResort, NotInFront, SamplesInside, numbers_of
 from bpk.plan.samples.given import follows_data, is_given_data, is_laid_out_like_given, is_like_one_of, is_of_data
@@ -22,15 +23,12 @@ from bpk.plan.samples.hypotheses import (
 from bpk.plan.samples.probing import send_back, tolerance_of, uses_of, with_fewer_zeros
 from bpk.plan.samples.proofs import follow
 from bpk.plan.samples.silent import follow_neighbours
-from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 
 
 def check_hypothesis(
-    root: Record,
-    above: list[Record],
-    sources: Sources,
+    behind: Behind,
     laid_out: bool,
     numbers: Tensor,
     n: int,
@@ -46,34 +44,34 @@ def check_hypothesis(
     on whatever calls, as long as others are given the samples (a support set beside queries). The user may
     have `told` it.
     """
-    numbers = numbers.to(root.inputs[0].device)
-    if laid_out and not root.is_loss and not follows_data(root, numbers, n):
-        raise mixed(f"the last call, '{root.path}', has them in another order than the data of the model")
-    if proven := by_form(root, above, sources, numbers, n, movable):
-        for record in above if laid_out else ():
+    numbers = numbers.to(behind.root.inputs[0].device)
+    if laid_out and not behind.root.is_loss and not follows_data(behind.root, numbers, n):
+        raise mixed(f"the last call, '{behind.root.path}', has them in another order than the data of the model")
+    if proven := by_form(behind, numbers, n, movable):
+        for record in behind.above if laid_out else ():
             if not follows_data(record, proven[record], n):
-                raise mixed(f"'{root.path}' has them in another order than the data of the model")
-        return out_of_order(root, above, proven, n, told)
+                raise mixed(f"'{behind.root.path}' has them in another order than the data of the model")
+        return out_of_order(behind, proven, n, told)
     if only_by_form:
-        raise mixed(f"those of '{root.path}' do not follow from the form of the graph")
-    found: dict[Record, Tensor] = {root: numbers}
+        raise mixed(f"those of '{behind.root.path}' do not follow from the form of the graph")
+    found: dict[Record, Tensor] = {behind.root: numbers}
     reached: set[Record] = set()
     shared: dict[Record, FeedsSeveral] = {}
     inside: list[Record] = []
     silent: dict[Record, Tensor] = {}
-    tolerance = tolerance_of(root, above)
-    uses = uses_of((*above, root), sources)
-    for record, mat in send_back(root, above, sources, digits(numbers, n)):
+    tolerance = tolerance_of(behind.records)
+    uses = uses_of(behind.records, behind.sources)
+    for record, mat in send_back(behind, digits(numbers, n)):
         reached.add(record)
         if n > 1 and not mat[0].all():
             mat = with_fewer_zeros(record, mat, uses[record], found, n, tolerance)
             if record.as_called and not is_reached(mat).all():
                 silent[record] = mat
         try:
-            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, sources, told)
+            found[record] = rows = numbers_of(record, mat, n, movable, tolerance, behind.sources, told)
             in_front = mat.movedim(1 + record.shifted, 1)
             if laid_out and not follows_data(record, torch.where(is_reached(in_front), rows, -1), n):
-                raise mixed(f"'{root.path}' has them in another order than the data of the model")
+                raise mixed(f"'{behind.root.path}' has them in another order than the data of the model")
             if may_be_table(record, rows, n):
                 raise FeedsSeveral(f"row of '{record.path}' may feed several of the {n} samples")
         except SamplesInside:
@@ -84,10 +82,10 @@ def check_hypothesis(
             shared[record] = error  # an embedding of positions, or a network of a table of constants
     joining: list[Record] = []
     for other, reason in shared.items():
-        alike = [r for r in above if r.module is other.module and r.inputs[0].shape == other.inputs[0].shape]
+        alike = [r for r in behind.above if r.module is other.module and r.inputs[0].shape == other.inputs[0].shape]
         if any(r not in shared for r in alike) and not any_shared:  # one step after the other: no table
             raise mixed(f"one {reason}")
-        feeders = set(sources.producers(other))
+        feeders = set(behind.sources.producers(other))
         if feeders - shared.keys() and other.params:
             raise mixed(f"one {reason}")
         if feeders - shared.keys():
@@ -95,60 +93,58 @@ def check_hypothesis(
     if joining:
         raise LastResort(joining)
     if shared:  # all others agree with this hypothesis
-        others = [r for r in above if r not in shared]
+        others = [r for r in behind.above if r not in shared]
         certain = some_are_given(others, n)
-        doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not reads_tables(r, sources)]
+        doubtful = [r for r in shared if r.inputs[0].is_floating_point() and not reads_tables(r, behind.sources)]
         told = not any_shared or any(tells_samples(record, found, n) for record in others)
         if (
             (doubtful and not movable and not certain)
             or not told
-            or not any(uses_parameters(r, sources) for r in others)
+            or not any(uses_parameters(r, behind.sources) for r in others)
         ):
             raise mixed(f"one row of '{(doubtful or [*shared])[0].path}' feeds several of the {n} samples")
         raise NotInFront([*shared], len(shared), certain, may_agree=found.keys() >= shared.keys())
-    for record in above:
+    for record in behind.above:
         if record not in reached and record.batch_size != n and record.params:
             raise mixed(f"those of {record.where} cannot be followed to the {n}")
     if inside:
         layers = [record for record in inside if not (record.binding.axes or told)]
         if not told:
-            require_separate_samples(inside, sources, found, n)
-        if layers and not any(tells_samples(record, found, n) for record in above):  # any numbers would agree
+            require_separate_samples(inside, behind.sources, found, n)
+        if layers and not any(tells_samples(record, found, n) for record in behind.above):  # any numbers would agree
             raise mixed(f"one row of {layers[0].where} has those of several of the {n}")
         raise AllSamplesInside(inside)
-    follow_neighbours(silent, (*above, root), sources, found, n, tolerance)
-    return out_of_order(root, above, found, n, told)
+    follow_neighbours(silent, behind.records, behind.sources, found, n, tolerance)
+    return out_of_order(behind, found, n, told)
 
 
-def may_be_apart(root: Record, above: list[Record], sources: Sources) -> bool:
+def may_be_apart(behind: Behind) -> bool:
     """Whether samples, which were mixed by an earlier graph of this form, may be apart in this one: values decide.
 
     It is enough to know that there is no arrangement of rows at which each entry of each call feeds one of them.
     Tables, which all samples share, say nothing.
     """
-    if any(mixes(record) for record in above):
+    if any(mixes(record) for record in behind.above):
         return False  # by the layer's options, whatever values are
-    tolerance = tolerance_of(root, above)
+    tolerance = tolerance_of(behind.records)
     try:
-        orders = dict.fromkeys((n, in_front) for n, _, in_front in hypotheses(root, above) if n > 1)
+        orders = dict.fromkeys((n, in_front) for n, _, in_front in hypotheses(behind.root, behind.above) if n > 1)
     except UnsupportedLayer:  # for which shapes are enough
         return False
     for n, in_front in orders:
-        for numbers in numberings(root.batch_size, n, in_front):
-            sent = send_back(root, above, sources, digits(numbers.to(root.inputs[0].device), n))
+        for numbers in numberings(behind.root.batch_size, n, in_front):
+            sent = send_back(behind, digits(numbers.to(behind.root.inputs[0].device), n))
             if all(
                 decode(mat.flatten(1)[..., None], n, tolerance, in_order=False) is not None
                 or (is_given_data(record) and not is_of_data(record))
-                or reads_tables(record, sources)
+                or reads_tables(record, behind.sources)
                 for record, mat in sent
             ):
                 return True
     return False
 
 
-def by_form(
-    root: Record, above: list[Record], sources: Sources, numbers: Tensor, n: int, movable: bool
-) -> dict[Record, Tensor] | None:
+def by_form(behind: Behind, numbers: Tensor, n: int, movable: bool) -> dict[Record, Tensor] | None:
     """The samples of the rows of all calls, where those follow from the root's by the form of the graph alone.
 
     Raises:
@@ -156,14 +152,13 @@ def by_form(
     """
     if n < 2:
         return None
-    tables = {r for r in above if is_given_numbers(r) and not is_laid_out_like_given(r, n)}
-    found = follow(root, above, sources, n, numbers, movable, tables)
+    tables = {r for r in behind.above if is_given_numbers(r) and not is_laid_out_like_given(r, n)}
+    found = follow(behind, n, numbers, movable, tables)
     shared = [] if found is None else [record for record in tables if record not in found]
-    if found is None or any(is_doubtful(record, found, n) for record in above if record not in shared):
-        for record in above:
-            record.shift(0)
+    if found is None or any(is_doubtful(record, found, n) for record in behind.above if record not in shared):
+        behind.put_back()
         return None
-    others = [record for record in above if record not in shared]
+    others = [record for record in behind.above if record not in shared]
     if shared:
         if not any(r.params for r in others) or {r.module for r in shared} & {r.module for r in others}:
             return None
@@ -205,11 +200,9 @@ def some_are_given(records: list[Record], n: int) -> bool:
     return any(is_given_data(record) and record.batch_size >= n for record in records)
 
 
-def out_of_order(
-    root: Record, above: list[Record], found: dict[Record, Tensor], n: int, told: bool
-) -> dict[Record, Tensor]:
+def out_of_order(behind: Behind, found: dict[Record, Tensor], n: int, told: bool) -> dict[Record, Tensor]:
     """The samples of rows that are not those of the `n` samples in order."""
     rows_of = {k: rows for k, rows in found.items() if not torch.equal(rows, torch.arange(n, device=rows.device))}
-    if not told and are_pieces(above, rows_of, n):
-        raise mixed(f"'{root.path}' has {n}, and what was called has one")
+    if not told and are_pieces(behind.above, rows_of, n):
+        raise mixed(f"'{behind.root.path}' has {n}, and what was called has one")
     return rows_of

@@ -24,6 +24,7 @@ from bpk.jacobians.rule import Rule
 from bpk.plan.dependence import relevant_attributes
 from bpk.plan.graph import Source
 from bpk.plan.parts import in_parts
+from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.decoding import all_different
 from bpk.plan.samples.probing import send_back, tolerance_of
 from bpk.plan.sources import Sources
@@ -162,18 +163,18 @@ def form_of_stretch(end: Edge, source: Source, functions: dict[Node, Hashable]) 
     return end[1], tuple(form)
 
 
-def confirms(root: Record, above: list[Record], sources: Sources, n: int, rows: dict[Record, Tensor]) -> bool:
+def confirms(behind: Behind, n: int, rows: dict[Record, Tensor]) -> bool:
     """Whether rows still are those of the samples as which they were known.
 
     One gradient of all samples is sent back, and another one in which each sample has a weight of its own: at every
     entry they differ by the weight of the row's sample.
     """
-    device = root.inputs[0].device
+    device = behind.root.inputs[0].device
     in_order = torch.arange(n, device=device)
     weights = all_different(n, device)
-    tolerance = tolerance_of(root, above) / 4
-    start = weights[rows.get(root, in_order).clamp(min=0)]
-    for record, mat in send_back(root, above, sources, torch.stack([torch.ones_like(start), start])):
+    tolerance = tolerance_of(behind.records) / 4
+    start = weights[rows.get(behind.root, in_order).clamp(min=0)]
+    for record, mat in send_back(behind, torch.stack([torch.ones_like(start), start])):
         of_rows = rows.get(record, in_order)
         if mat.shape[1] != len(of_rows):
             return False

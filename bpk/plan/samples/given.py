@@ -13,11 +13,6 @@ from bpk.recording.data import Given
 from bpk.recording.record import Record
 
 
-def with_last_call(root: Record, above: list[Record]) -> list[Record]:
-    """The calls that may have been given data: those behind a loss; the last call, too, if no loss is extended."""
-    return above if root.is_loss else [*above, root]
-
-
 def calls_of_models(above: Iterable[Record]) -> list[Given]:
     """What models were given, once for each of their calls."""
     return list({id(record.given): record.given for record in above if record.given}.values())

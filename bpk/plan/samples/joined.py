@@ -35,7 +35,7 @@ def rows_of_parts(root: Record, sources: Sources) -> tuple[int, Tensor] | None:
         return None
     if max(sizes) == 1 and not are_behind_another(source):
         return None
-    numbers = numbers_at(root, source, tolerance_of(root, last))
+    numbers = numbers_at(root, source, tolerance_of((root, *last)))
     if numbers is None or len(numbers) != len(last):
         return None
     rows = [each[each >= 0].unique() for each in numbers]

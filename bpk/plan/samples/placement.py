@@ -12,10 +12,11 @@ from bpk.jacobians.core.errors import UnsupportedLayer, warn
 from bpk.jacobians.core.function_module import Plain
 from bpk.plan.samples.as_told import attribute_as_told
 from bpk.plan.samples.attribution import attribute
+from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.checking import may_be_apart
 from bpk.plan.samples.findings import AllSamplesInside, NotInFront
 from bpk.plan.samples.forms import Form, confirms, connections, form_of, recall, remember
-from bpk.plan.samples.given import of_what_was_given, with_last_call
+from bpk.plan.samples.given import of_what_was_given
 from bpk.plan.samples.hypotheses import are_pieces, has_no_axis, is_given_parameters, mixed, uses_parameters
 from bpk.plan.samples.proofs import prove
 from bpk.plan.sources import Sources
@@ -27,17 +28,14 @@ from bpk.recording.graph.side_effects import beyond
 from bpk.recording.record import Record
 
 
-@dataclass
-class Placement:
+@dataclass(eq=False)
+class Placement(Behind):
     """What was found: calls behind the root, the number of samples, and rows that are not the samples in order.
 
     `rows` says, by record, which sample each of its rows belongs to, `axes` along which axis rows are if not in front.
     `left` are modules whose calls were left to autograd, now or in an earlier pass over the same graph.
     """
 
-    root: Record
-    sources: Sources
-    above: list[Record]
     n: int
     rows: dict[Record, Tensor] = field(default_factory=dict)
     axes: dict[Record, int] = field(default_factory=dict)
@@ -51,7 +49,7 @@ class Placement:
         if not records:
             return
         self.left += [record.module for record in records]
-        for consumer in (*self.above, self.root):
+        for consumer in self.records:
             for source in self.sources[consumer].values():
                 for target, (node, _) in source.targets:
                     if target in records and node is not None and target.module is not DISSOLVED:
@@ -61,7 +59,7 @@ class Placement:
 
     def take(self, known: Form) -> bool:
         """Take what an earlier pass has found, if it holds here; whether it does."""
-        records = (*self.above, self.root)
+        records = self.records
         if known.mixed:
             return True
         for record, axis in zip(records, known.axes, strict=True):
@@ -78,10 +76,10 @@ class Placement:
 
     def holding(self, n: int, rows: dict[Record, Tensor]) -> dict[Record, Tensor] | None:
         """Where samples are, if they are where they were: by the form and what data pick, or else by gradients."""
-        proof = prove(self.root, self.above, self.sources, n, rows, now=True)
+        proof = prove(self, n, rows, now=True)
         if proof is None:
-            return rows if confirms(self.root, self.above, self.sources, n, rows) else None
-        return {record: each for record, each in zip((*self.above, self.root), proof, strict=True) if each is not None}
+            return rows if confirms(self, n, rows) else None
+        return {record: each for record, each in zip(self.records, proof, strict=True) if each is not None}
 
 
 def place(
@@ -103,27 +101,27 @@ def place(
     have `told` of which samples the rows of the root are.
     """
     found = Placement(root, sources, sources.upstream(root), root.batch_size)
-    while unserved := [r for r in left_at_once(root, found.above, sources) if not has_module_extension(r)]:
+    while unserved := [r for r in left_at_once(found) if not has_module_extension(r)]:
         found.leave(unserved)
     above = found.above
     plain = told is None or told.is_plain(root.batch_size)
-    moved = not plain or is_moved(root, above, sources, second_order)
+    moved = not plain or is_moved(found, second_order)
     stuck = tuple([k for k, record in enumerate(above) if (second_order or moved) and is_stuck(record)])
     if not stuck and not moved:
         return found
     form = form_of((*above, root), sources, second_order, twice, stuck, told and told.said)
     known = recall(root, form)
     found.leave([above[k] for k in stuck])
-    if known is not None and known.mixed and (independent or may_be_apart(root, found.above, sources)):
+    if known is not None and known.mixed and (independent or may_be_apart(found)):
         known = None
     found.leave([above[k] for k in (known.left if known is not None else ()) if k not in stuck])
-    behind = connections((*found.above, root), sources) if known is not None and known.left else None
+    behind = connections(found.records, sources) if known is not None and known.left else None
     if known is None or not (known.mixed or known.behind == behind) or not found.take(known):
         refuses = second_order or independent or not (told is None or (plain and any(map(mixes, above))))
         what = search(found, refuses, twice, told)
         remaining = set(found.above)
         left = tuple([k for k, record in enumerate(above) if record not in remaining])
-        behind = connections((*found.above, root), sources) if left else None
+        behind = connections(found.records, sources) if left else None
         remember(root, form, replace(what, left=left, behind=behind))
     found.axes = {record: record.shifted for record in found.above}  # another loss may move them
     return found
@@ -135,14 +133,13 @@ def search(found: Placement, refuses: bool, twice: bool, told: Told | None) -> F
     Where samples mix, this `refuses`, or else warns and takes rows for samples.
     """
     root, sources = found.root, found.sources
-    for record in found.above:  # a pass over the same graph before, or another loss, may have moved it
-        record.shift(0)
+    found.put_back()  # a pass over the same graph before, or another loss, may have moved some
     while True:
         try:
             if told is None:
-                found.n, found.rows = attribute(root, found.above, sources)
+                found.n, found.rows = attribute(found)
             else:
-                found.n, found.rows = attribute_as_told(root, found.above, sources, told)
+                found.n, found.rows = attribute_as_told(found, told)
             break
         except NotInFront as stop:
             if twice and isinstance(stop, AllSamplesInside):
@@ -156,16 +153,15 @@ def search(found: Placement, refuses: bool, twice: bool, told: Told | None) -> F
                 raise
             warn(f"{error} First-order quantities are those of the chain rule.")
             return Form((), (), root.batch_size, (), proven=False, mixed=True)
-    records = (*found.above, root)
-    proof = prove(root, found.above, sources, found.n, found.rows)
+    records = found.records
+    proof = prove(found, found.n, found.rows)
     if proof is not None:  # it knows of rows without a gradient, too, such as those at a point of rest
         found.rows = {r: each for r, each in zip(records, proof, strict=True) if each is not None}
     if told is None and are_pieces(found.above, found.rows, found.n):
         # what dropout has silenced in the only sample looked like another
-        for record in found.above:
-            record.shift(0)
+        found.put_back()
         found.n, found.rows = 1, {record: one_sample(record) for record in records if record.batch_size > 1}
-        proof = prove(root, found.above, sources, found.n, found.rows)
+        proof = prove(found, found.n, found.rows)
     axes = tuple([record.shifted for record in records])
     return Form((), axes, found.n, tuple([found.rows.get(record) for record in records]), proof is not None)
 
@@ -193,13 +189,13 @@ def is_stuck(record: Record) -> bool:
     return record.rule.obstacle(call) is not None and record.rule.mixing(call) is None
 
 
-def left_at_once(root: Record, above: list[Record], sources: Sources) -> list[Record]:
+def left_at_once(behind: Behind) -> list[Record]:
     """The calls that autograd passes wherever the samples are: those without a rule, and without a batch axis."""
-    one = root.batch_size == 1  # to one sample, all belongs
+    one = behind.root.batch_size == 1  # to one sample, all belongs
     left = list[Record]()
-    for record in above:
+    for record in behind.above:
         fed = False
-        for source in sources[record].values():
+        for source in behind.sources[record].values():
             fed = fed or bool(source.targets)
         if record.rule is None:
             left.append(record)
@@ -215,19 +211,19 @@ def computes_parameter(record: Record) -> bool:
     return not record.params and bool(record.edges) and all(is_of_leaves(beyond(edge)[0]) for edge in record.edges)
 
 
-def is_moved(root: Record, above: list[Record], sources: Sources, second_order: bool) -> bool:
+def is_moved(behind: Behind, second_order: bool) -> bool:
     """Whether anything in the graph might have moved or merged the batch axis."""
-    n, calls = root.batch_size, with_last_call(root, above)
+    n, calls, sources = behind.root.batch_size, behind.calls, behind.sources
     before = False  # whether there are functions in front of all layers
     for record in calls:
         if record.batch_size != n and (second_order or uses_parameters(record, sources)):
             return True
         before = before or bool(record.given and record.given[0][:1] != (n,) and uses_parameters(record, sources))
-    for record in (*above, root):
+    for record in behind.records:
         for index, source in sources[record].items():
             if source.targets and (source.stretch is not None or (not record.aligned and record.axis(index))):
                 return True
             for producer, edge in source.targets:
                 if not producer.aligned and producer.out_axis(producer.places[edge[1]]):
                     return True
-    return before and bool(of_what_was_given(root, calls))
+    return before and bool(of_what_was_given(behind.root, calls))

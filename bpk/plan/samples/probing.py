@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.families.no_rows import with_rows
 from bpk.plan.graph import Source, connected
+from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.decoding import batch_axis, decode, digits
 from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
@@ -22,27 +23,27 @@ COARSE = 0.05
 """The same where a layer computes in a shorter format."""
 
 
-def tolerance_of(root: Record, above: Sequence[Record]) -> float:
+def tolerance_of(records: Iterable[Record]) -> float:
     """How exactly numbers are known behind these calls."""
-    return max(TOLERANCE.get(record.output.dtype, COARSE) for record in (*above, root))
+    return max(TOLERANCE.get(record.output.dtype, COARSE) for record in records)
 
 
-def send_back(root: Record, above: list[Record], sources: Sources, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
+def send_back(behind: Behind, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
     """Send gradients `[V, R]`, spread over the entries of each row of the root, back; yield what reaches each call."""
     arrived: dict[Record, Tensor] = {}
-    for index, source in sources[root].items():
+    for index, source in behind.sources[behind.root].items():
         if source.targets:
-            send(source, at_input(root, index, weights), arrived)
-    nodes = {r: node for found in sources.values() for s in found.values() for r, (node, _) in s.targets}
+            send(source, at_input(behind.root, index, weights), arrived)
+    nodes = {r: node for found in behind.sources.values() for s in found.values() for r, (node, _) in s.targets}
     with torch.no_grad():
-        for record in sources.in_backward_order(root, above):
+        for record in behind.sources.in_backward_order(behind.root, behind.above):
             mat = arrived.pop(record, None)
             if mat is not None:
                 before = record.shifted
                 yield record, mat
                 if record.shifted != before:
                     mat = mat.movedim(1 + record.shifted, 1)
-                pass_on(record, nodes[record], mat, sources[record], arrived)
+                pass_on(record, nodes[record], mat, behind.sources[record], arrived)
 
 
 def at_input(record: Record, index: int, weights: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 from bpk.plan.dependence import reached_entries
 from bpk.plan.graph import Source
 from bpk.plan.repeated import added
+from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.findings import may_be_in
-from bpk.plan.sources import Sources
 from bpk.plan.survey import mixes
 from bpk.recording.record import Record
 
@@ -19,9 +19,7 @@ ROUNDING = 1e-9
 """Of ratios in double precision that are equal."""
 
 
-def prove(
-    root: Record, above: list[Record], sources: Sources, n: int, found: dict[Record, Tensor], now: bool = False
-) -> list[Tensor | None] | None:
+def prove(behind: Behind, n: int, found: dict[Record, Tensor], now: bool = False) -> list[Tensor | None] | None:
     """The sample of each row of every call, the root's last, as it follows from the form alone.
 
     Or, if that is enough, as it follows `now`: from the form, and from the places to which data move entries.
@@ -29,12 +27,12 @@ def prove(
     Returns:
         `None` where it does not follow, or something else follows than what was `found`.
     """
-    known = follow(root, above, sources, n, found.get(root, torch.arange(n, device="cpu")), now=now)
+    known = follow(behind, n, found.get(behind.root, torch.arange(n, device="cpu")), now=now)
     if known is None:
         return None
-    in_order = torch.arange(n, device=known[root].device)
+    in_order = torch.arange(n, device=known[behind.root].device)
     result: list[Tensor | None] = []
-    for record in (*above, root):
+    for record in behind.records:
         before = found.get(record, in_order).to(in_order.device)
         after = known.get(record, before)
         if len(before) != len(after) or bool(((before != after) & (before >= 0) & (after >= 0)).any()):
@@ -45,9 +43,7 @@ def prove(
 
 
 def follow(
-    root: Record,
-    above: list[Record],
-    sources: Sources,
+    behind: Behind,
     n: int,
     rows: Tensor,
     movable: bool = False,
@@ -59,13 +55,13 @@ def follow(
     Where the samples of a call are along another axis, that is moved to the front if it is `movable`. Rows of `tables`
     may feed several samples; those that do are left out. What follows may hold `now`, and not in another pass.
     """
-    device = root.inputs[0].device
+    device = behind.root.inputs[0].device
     rows = rows.to(device if device.type == "cuda" else "cpu")  # others may have no double precision
     weights = all_apart(n).to(rows.device)
-    known = {root: rows}
+    known = {behind.root: rows}
     arrived: dict[Record, Tensor] = {}
-    for record in [root, *sources.in_backward_order(root, above)]:
-        if record is not root:
+    for record in [behind.root, *behind.sources.in_backward_order(behind.root, behind.above)]:
+        if record is not behind.root:
             columns = arrived.pop(record, None)
             found = None if columns is None else labels(columns, weights)
             if found is None and columns is not None and movable:
@@ -77,7 +73,7 @@ def follow(
             known[record] = found
         if record.problem or mixes(record):  # not row by row, whatever its values say here
             return None
-        for source in sources[record].values():
+        for source in behind.sources[record].values():
             for target, part in to_targets(source, known[record], weights, now):
                 if part is None:
                     return None

@@ -7,29 +7,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.decoding import DIGITS, decode, numbered, owners_of, with_digits
 from bpk.plan.samples.given import is_of_data
 from bpk.plan.samples.probing import send_back, tolerance_of
-from bpk.plan.sources import Sources
 from bpk.recording.record import Record
 
 
-def rows_as_packed(
-    root: Record, above: list[Record], calls: Iterable[Record], sources: Sources, in_turns: bool
-) -> Iterator[tuple[int, Tensor]]:
+def rows_as_packed(behind: Behind, in_turns: bool) -> Iterator[tuple[int, Tensor]]:
     """Hypotheses: how many sequences there are, and the sequence of every row of the root, if it has more rows.
 
     These are the rows of a packed sequence, one step of all sequences after the other (`in_turns`), or some of them in
     another order (padded, and picked by a mask).
     """
-    for record in calls:
+    for record in behind.calls:
         for n, owners in owners_in(record):
-            if n == root.batch_size:
+            if n == behind.root.batch_size:
                 continue
-            if in_turns and len(owners) == root.batch_size:
+            if in_turns and len(owners) == behind.root.batch_size:
                 yield n, owners
-            elif not in_turns and record is not root:
-                found = owners_at_root(root, above, sources, record, owners)
+            elif not in_turns and record is not behind.root:
+                found = owners_at_root(behind, record, owners)
                 if found is not None:
                     yield n, found
 
@@ -51,22 +49,20 @@ def number_of(owners: Tensor) -> int:
     return int(owners.max()) + 1
 
 
-def owners_at_root(
-    root: Record, above: list[Record], sources: Sources, record: Record, owners: Tensor
-) -> Tensor | None:
+def owners_at_root(behind: Behind, record: Record, owners: Tensor) -> Tensor | None:
     """The sequence of every row of the root, from the row of the root that each row of a packed sequence feeds.
 
     `None`: it feeds several of them, or a row of the root is fed by none, or by those of several sequences.
     """
-    tolerance = tolerance_of(root, above)
+    tolerance = tolerance_of(behind.records)
     numbers: Tensor | None = None
-    for place, weights in numbered(root.batch_size, root.inputs[0].device):
-        mat = next((mat for call, mat in send_back(root, above, sources, weights) if call is record), None)
+    for place, weights in numbered(behind.root.batch_size, behind.root.inputs[0].device):
+        mat = next((mat for call, mat in send_back(behind, weights) if call is record), None)
         part = None if mat is None else decode(mat, 1 << DIGITS, tolerance, in_order=False)
         if part is None or part.shape != owners.shape:
             return None
         numbers = with_digits(numbers, part, place)
-    return None if numbers is None else owners_of(numbers, owners, root.batch_size)
+    return None if numbers is None else owners_of(numbers, owners, behind.root.batch_size)
 
 
 def in_order_of_data(calls: Sequence[Record], rows: Mapping[Record, Tensor], n: int) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import bpk
 from bpk import extensions as E
 from bpk.plan.samples import checking, probing
-from bpk.plan.sources import Sources
+from bpk.plan.samples.behind import Behind
 from bpk.recording.record import Record
 from tests.bpk.plan.samples.test_forms import check_rows
 
@@ -24,10 +24,8 @@ def tests_by_gradients(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     """The calls to which gradients are sent, to test where samples are."""
     found: list[Record] = []
 
-    def counted(
-        root: Record, above: list[Record], sources: Sources, weights: Tensor
-    ) -> Iterator[tuple[Record, Tensor]]:
-        for record, mat in probing.send_back(root, above, sources, weights):
+    def counted(behind: Behind, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
+        for record, mat in probing.send_back(behind, weights):
             found.append(record)
             yield record, mat
 
