@@ -30,6 +30,7 @@ from bpk.plan.objective import (
 from bpk.plan.quantity import Quantity
 from bpk.plan.read_statistics import require_statistics_unread
 from bpk.plan.samples.cautions import caution
+from bpk.plan.samples.contradictions import caution_contradictions
 from bpk.plan.samples.parted import caution_parts, count_rows_given
 from bpk.plan.samples.placement import Placement, one_sample
 from bpk.plan.samples.rows import Attribution, require_undissolved
@@ -153,6 +154,7 @@ class Inspection:
             caution_coupling(root, node, self.extensions, placement.rows.get(root), placement.n)
         if self.merged is None and self.settings.told is None:
             caution(placement)
+            caution_contradictions(placement)
         for record in above:
             self.require(record)
         self.require_samples(above)

@@ -160,7 +160,7 @@ def caution_layout(root: Record, above: Sequence[Record], n: int, rows: Mapping[
     moved = bool((order.diff() < 0).any())
     if any(record.data_axis is not None for record in seen) or (seen and not moved):
         return
-    if not seen and (merged_rows(given[0]) != len(order) or any(tells_layout(record) for record in above)):
+    if not seen and (len(order) % merged_rows(given[0]) or any(tells_layout(record) for record in above)):
         return
     where = f"along the first axis of the input of '{seen[-1].path}'" if seen else "no layer sees them"
     another = "are in another order, so that one of the two was transposed"

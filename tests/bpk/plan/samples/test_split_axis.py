@@ -64,3 +64,39 @@ def test_groups_whose_rows_mix_are_samples() -> None:
     losses = nn.functional.cross_entropy(model(x), y, reduction="none").reshape(2, 2).sum(1) / 4
     expected = torch.stack([torch.autograd.grad(loss, model.first.weight, retain_graph=True)[0] for loss in losses])
     torch.testing.assert_close(model.first.weight.grad_batch, expected)
+
+
+class Spread(nn.Module):
+    """A batch axis that is split, or moved in front of all layers, and another axis in between."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.kind = nn.Linear(3, 4), nn.Linear(4, 3), kind
+        self.scale = nn.Parameter(torch.rand(3)) if kind == "moved" else torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "split":  # the rows of a sample neither follow each other, nor come in turns
+            h = self.first(x).tanh().unflatten(0, (2, -1))
+            return self.last(h[:, None].expand(-1, 3, -1, -1, -1).sin()).flatten(0, 3)
+        h = (x * self.scale).transpose(0, 1).contiguous()  # functions of a parameter: no layer sees the data
+        return self.last(self.first(torch.stack([h, 2 * h])).tanh()).flatten(0, 2)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("split", 2), ("split", 4), ("moved", 4)])
+def test_what_data_speak_against_is_told(kind: str, steps: int) -> None:
+    torch.manual_seed(0)
+    model, n = bpk.extend(Spread(kind).double()), 4
+    x = torch.randn(n, steps, 3).double()
+    number = torch.arange(n)
+    owners = number.view(2, 1, 2, 1).expand(2, 3, 2, steps) if kind == "split" else number.expand(2, steps, n)
+    y = torch.randint(3, (owners.numel(),))
+    loss_fn = bpk.extend(nn.CrossEntropyLoss())
+    with pytest.warns(UserWarning, match="is a guess"), bpk.backpack(E.BatchGrad()):
+        loss_fn(model(x), y).backward()
+    with bpk.backpack(E.BatchGrad(), samples=owners.flatten()):
+        loss_fn(model(x), y).backward()
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none") / len(y)
+    for p in model.parameters():
+        terms = [losses[owners.flatten() == k].sum() for k in range(n)]
+        expected = torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in terms])
+        torch.testing.assert_close(p.grad_batch, expected)
