@@ -21,8 +21,11 @@ from bpk.recording.record import Record
 MOST = 1 << 12
 """Of so many rows, other orders are tried."""
 
-TRIED: WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()
-"""Of losses: how many samples and rows there were where other orders were tried, and did not agree."""
+LOOKED_AT: WeakKeyDictionary[nn.Module, set[tuple[int, ...]]] = WeakKeyDictionary()
+"""By loss: how many samples and rows there were, and of which shapes calls, where nothing was to be told."""
+
+MANY = 64
+"""So many of them are looked at: it takes time, and on a GPU waits for it."""
 
 
 def caution_contradictions(found: Placement) -> None:
@@ -38,7 +41,7 @@ def caution_contradictions(found: Placement) -> None:
     if len(given) != 1 or any(record.knows_batch for record in calls):
         return
     shape, *others = given[0]
-    if any(len(other) == len(shape) for other in others):  # parts of a batch, as a list
+    if any(len(other) == len(shape) for other in others) or not is_new(found):  # parts of a batch, as a list
         return
     against = [record for record in calls if speaks_against(record, found, shape)]
     if shape[0] != n or against:
@@ -50,6 +53,17 @@ def caution_contradictions(found: Placement) -> None:
         return
     what = f"That the {root.batch_size} rows of '{root.path}' are those of {n} samples is a guess, or which are whose."
     tell(TOLD, root, what, why, "keep the batch axis first and whole.")
+
+
+def is_new(found: Placement) -> bool:
+    """Whether nothing of these shapes was looked at before; it is noted."""
+    known = LOOKED_AT.setdefault(found.root.module, set())
+    shapes = (size for record in found.calls for x in record.inputs[:1] for size in x.shape)
+    key = (found.n, found.root.batch_size, *shapes)
+    if key in known or len(known) >= MANY:
+        return False
+    known.add(key)
+    return True
 
 
 def speaks_against(record: Record, found: Placement, shape: torch.Size) -> bool:
@@ -79,11 +93,8 @@ def is_anchor(record: Record, shape: torch.Size) -> bool:
 def others_agree(found: Placement) -> bool:
     """Whether the rows of the root may be shared out among as many samples in another way."""
     root, n = found.root, found.n
-    key = (n, root.batch_size, *(size for record in found.calls for x in record.inputs[:1] for size in x.shape))
-    tried = TRIED.setdefault(root.module, set())
-    if root.batch_size > MOST or key in tried:
+    if root.batch_size > MOST:
         return False
-    tried.add(key)
     here = found.rows.get(root, torch.arange(root.batch_size)).cpu()
     axes = {record: record.shifted for record in found.above}
     try:
