@@ -11,8 +11,10 @@ from bpk.fields.arrived import PIECE, ClosedForm
 from bpk.fields.products import Products
 from bpk.fields.rows import once
 from bpk.fields.sums import add_into, squared_norms, squares, weighted_sum
+from bpk.jacobians.core.numeric import cancel, wide
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.rows_through import RowsThrough
+from bpk.jacobians.core.transposed import are_transposed, cost_of, inner_products
 from bpk.plan.samples.rows import along_rows
 
 
@@ -63,11 +65,34 @@ class Squares(Products):
             use = self.uses[0]
             column = self.blocks()[0][0][0] if use.arrived.single is None else use.arrived.single
             return use.rule.norm_squared(use.call, column, use.name)
+        found = self.norm_of_transposed()
+        if found is not None:
+            return found
         n, step = self.count, max(1, PIECE // max(1, self.param.numel()))
         if n > step and not (self.keeps_rows or self.simple or torch.is_grad_enabled()) and self.batch_size > 1:
             starts = range(0, n, step)
             return torch.cat([self.of_samples(range(k, min(k + step, n))).norm_squared() for k in starts])
         return squared_norms(self.individual())
+
+    def norm_of_transposed(self) -> Tensor | None:
+        """The same where two calls see a matrix, one of them transposed, and norms and products take less than rows."""
+        if len(self.uses) != 2 or self.keeps_rows or not self.param.is_cpu or torch.is_grad_enabled():
+            return None
+        if any(use.samples is not None or use.name in use.arrived.of_params or use.own for use in self.uses):
+            return None
+        columns = [use.arrived.single for use in self.uses if use.arrived.single is not None]
+        uses = list(zip(self.uses, columns, strict=False))
+        parts = [part for use, column in uses for part in use.rule.outer(use.call, column[None], use.name)]
+        if len(columns) != 2 or len(parts) != 2:
+            return None
+        first, second = parts
+        rows = self.param.numel() * (first.shape[-1] + second.shape[-1])
+        if not are_transposed(first, second, self.param) or cost_of(first, second) > rows:
+            return None
+        own = add_up([wide(use.rule.norm_squared(use.call, column, use.name)) for use, column in uses])
+        both = 2 * inner_products(first, second)[0]
+        found = own + both
+        return None if bool(cancel(found, own + both.abs()).any()) else found.to(columns[0].dtype)
 
     def summed(self, weights: Tensor | None = None) -> Tensor:
         """`[*p]`: the single column summed over samples (for the gradient sweep: the gradient), with weights `[N]`."""
