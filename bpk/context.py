@@ -36,7 +36,6 @@ class backpack(Settings):
         memory: Bytes that these columns may take at the largest layer (default: 256 MiB on processors, half where 64
             columns fit there; no limit elsewhere). Layers are passed once for each chunk.
         grad_scaler: The scaler of `grad_scaler.scale(loss).backward()`: fields are then those of `loss` itself.
-
         samples: Of which samples the rows of the loss are, where that is not plain: the sample `[R]` of each row (0 to
             `N - 1`), their number where the graph tells the rest, or both as a pair. The graph has to agree. Left out,
             it is found out, and you are told what is a guess.

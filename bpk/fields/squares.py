@@ -80,10 +80,9 @@ class Squares(Products):
             return None
         if any(use.samples is not None or use.name in use.arrived.of_params or use.own for use in self.uses):
             return None
-        columns = [use.arrived.single for use in self.uses if use.arrived.single is not None]
-        uses = list(zip(self.uses, columns, strict=False))
+        uses = [(use, use.arrived.single) for use in self.uses if use.arrived.single is not None]
         parts = [part for use, column in uses for part in use.rule.outer(use.call, column[None], use.name)]
-        if len(columns) != 2 or len(parts) != 2:
+        if len(uses) != 2 or len(parts) != 2:
             return None
         first, second = parts
         rows = self.param.numel() * (first.shape[-1] + second.shape[-1])
@@ -92,7 +91,7 @@ class Squares(Products):
         own = add_up([wide(use.rule.norm_squared(use.call, column, use.name)) for use, column in uses])
         both = 2 * inner_products(first, second)[0]
         found = own + both
-        return None if bool(cancel(found, own + both.abs()).any()) else found.to(columns[0].dtype)
+        return None if bool(cancel(found, own + both.abs()).any()) else found.to(uses[0][1].dtype)
 
     def summed(self, weights: Tensor | None = None) -> Tensor:
         """`[*p]`: the single column summed over samples (for the gradient sweep: the gradient), with weights `[N]`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from bpk.plan.samples.attribution import Found
 from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.checking import check_hypothesis
 from bpk.plan.samples.findings import NotInFront
-from bpk.plan.samples.hypotheses import numberings, require_rows
+from bpk.plan.samples.hypotheses import all_numberings, require_rows
 from bpk.recording.context.told import Told
 
 ROWS = "pass the sample of each row: samples=torch.arange(N).repeat(T), where rows are steps of all N, one by one."
@@ -33,7 +32,7 @@ def attribute_as_told(behind: Behind, told: Told) -> Found:
     for any_shared in (False, True):
         check = partial(check_hypothesis, behind, False, any_shared=any_shared, told=True)
         agree, stopped = list[Tensor](), list[NotInFront]()
-        for numbers in ways(told, root.batch_size):
+        for numbers in all_numberings(root.batch_size, told.n) if told.rows is None else (told.rows,):
             try:
                 check(numbers, told.n, movable=True)
                 agree.append(numbers)
@@ -58,12 +57,3 @@ def attribute_as_told(behind: Behind, told: Told) -> Found:
         refusal,
         f"{ROWS[:-1]}, or leave it out.",
     )
-
-
-def ways(told: Told, rows: int) -> Iterator[Tensor]:
-    """The sample of each row, as it may be by what was told."""
-    if told.rows is not None:
-        yield told.rows
-        return
-    yield from numberings(rows, told.n, in_front=True)
-    yield from numberings(rows, told.n, in_front=False) if told.n > 1 else ()

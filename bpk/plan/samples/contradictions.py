@@ -14,7 +14,7 @@ from bpk.plan.samples.cautions import AXES, ROWS, TOLD, tell
 from bpk.plan.samples.checking import check_hypothesis
 from bpk.plan.samples.findings import NotInFront
 from bpk.plan.samples.given import calls_of_models, is_whole
-from bpk.plan.samples.hypotheses import numberings
+from bpk.plan.samples.hypotheses import all_numberings
 from bpk.plan.samples.placement import Placement
 from bpk.recording.record import Record
 
@@ -70,7 +70,7 @@ def speaks_against(record: Record, found: Placement, shape: torch.Size) -> bool:
     """Whether a call sees the first axes of data, or a part of the first one, and has other samples there."""
     if not record.inputs or record.problem:
         return False
-    seen, rows, first = record.inputs[0].shape, found.rows.get(record), min(2, len(shape))
+    seen, rows = record.inputs[0].shape, found.rows.get(record)
     if record.data_axis == 0 and record.shifted:
         return True
     if record.reads_data and record.reads_piece:
@@ -81,13 +81,18 @@ def speaks_against(record: Record, found: Placement, shape: torch.Size) -> bool:
         number = torch.arange(len(rows), device=rows.device)  # axes as one, that of samples in front
         return bool(((rows >= 0) & (rows != number // (len(rows) // shape[0]))).any())
     known = rows[rows >= 0]
-    return seen[:first] == shape[:first] and len(known.unique()) < len(known)
+    return sees_first_axes(record, shape) and len(known.unique()) < len(known)
 
 
 def is_anchor(record: Record, shape: torch.Size) -> bool:
     """Whether a call reads all data, or sees their first axes."""
+    return is_whole(record) or (bool(record.inputs) and sees_first_axes(record, shape))
+
+
+def sees_first_axes(record: Record, shape: torch.Size) -> bool:
+    """Whether the first two axes (or the only one) of what a call sees are as long as those of data."""
     first = min(2, len(shape))
-    return is_whole(record) or (bool(record.inputs) and record.inputs[0].shape[:first] == shape[:first])
+    return record.inputs[0].shape[:first] == shape[:first]
 
 
 def others_agree(found: Placement) -> bool:
@@ -98,10 +103,9 @@ def others_agree(found: Placement) -> bool:
     here = found.rows.get(root, torch.arange(root.batch_size)).cpu()
     axes = {record: record.shifted for record in found.above}
     try:
-        for in_front in (True, False):
-            for numbers in numberings(root.batch_size, n, in_front):
-                if not torch.equal(numbers, here) and agrees(found, numbers):
-                    return True
+        for numbers in all_numberings(root.batch_size, n):
+            if not torch.equal(numbers, here) and agrees(found, numbers):
+                return True
     finally:
         for record, axis in axes.items():
             record.shift(axis)

@@ -185,6 +185,12 @@ def numberings(rows: int, n: int, in_front: bool) -> Iterator[Tensor]:
         yield (number // inner) % n
 
 
+def all_numberings(rows: int, n: int) -> Iterator[Tensor]:
+    """All of them, each once: those of a single sample are one and the same."""
+    yield from numberings(rows, n, in_front=True)
+    yield from numberings(rows, n, in_front=False) if n > 1 else ()
+
+
 def require_separate_samples(
     records: Iterable[Record], sources: Sources, rows: Mapping[Record, Tensor], n: int
 ) -> None:
