@@ -17,12 +17,13 @@ def picked_rows(behind: Behind, sure: bool) -> list[tuple[int, Tensor]]:
 
     The rows of the root are numbered, and their numbers are looked for in the entries of what the last call with an
     axis for samples has returned (in front, or behind others). An entry must be in one row of the root at most. It is
-    `sure` only where some sample has several rows, and no axis could be that of the root's rows.
+    `sure` only where some sample has several rows, and no axis could be that of the root's rows: never where there are
+    as many rows as samples.
     """
     tolerance = tolerance_of(behind.records)
     given = {shapes[0][:1] for shapes in {record.given for record in behind.above} if shapes}
     n, count = next(iter(given), (0,))[0] if len(given) == 1 else 0, behind.root.batch_size
-    if n < 2 or count == 1:
+    if n < 2 or count == 1 or (sure and n == count):
         return []
 
     def axes_of(record: Record, mat: Tensor) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.plan.samples import checking, probing
+from bpk.plan.samples import checking, picked, probing
 from bpk.plan.samples.behind import Behind
 from bpk.recording.record import Record
 from tests.bpk.plan.samples.test_forms import check_rows
@@ -21,7 +21,7 @@ SIZES = [(4, 3), (4, 5), (2, 3), (5, 5), (3, 6)]
 
 @pytest.fixture
 def tests_by_gradients(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    """The calls to which gradients are sent, to test where samples are."""
+    """The calls to which gradients are sent, to find out where samples are."""
     found: list[Record] = []
 
     def counted(behind: Behind, weights: Tensor) -> Iterator[tuple[Record, Tensor]]:
@@ -29,7 +29,8 @@ def tests_by_gradients(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
             found.append(record)
             yield record, mat
 
-    monkeypatch.setattr(checking, "send_back", counted)
+    for module in (checking, picked):
+        monkeypatch.setattr(module, "send_back", counted)
     return found
 
 
