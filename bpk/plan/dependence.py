@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.jacobians.core.side_by_side import reshaped
 from bpk.plan.arguments import Dependence, Parts, argument_shape, argument_shapes, axes_of, narrowed
 from bpk.plan.graph import Source
 from bpk.plan.picks import PICKS
@@ -29,8 +30,8 @@ from bpk.recording.graph.identity import name_of, words
 from bpk.recording.graph.nodes import Edge, signed
 from bpk.recording.graph.side_effects import beyond
 
-FIXED_LINEAR = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Mean Permute Repeat Roll Squeeze
-Stack Sum T Transpose Unfold Unsqueeze UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D
+FIXED_LINEAR = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Permute Repeat Roll Squeeze
+Stack T Transpose Unfold Unsqueeze UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D
 UpsampleNearest3D UpsampleTrilinear3D""")
 """Linear functions whose coefficients are no data, and not negative."""
 
@@ -45,7 +46,7 @@ Where Xlogy""")
 ALONG = words("Cumprod Cumsum LogSoftmax Logcumsumexp SafeSoftmax Softmax Sort")
 """Functions that keep the shape, and mix all entries along one axis."""
 
-REDUCING = words("Amax Amin LinalgVectorNorm Logsumexp Max Median Min Norm Prod Std Var")
+REDUCING = words("Amax Amin LinalgVectorNorm Logsumexp Max Mean Median Min Norm Prod Std Sum Var")
 """Functions that take some axes, or all, to one number."""
 
 SPATIAL = {
@@ -142,9 +143,9 @@ def rearranged(node: Node, outs: Sequence[Tensor]) -> Parts:
     return [None if part[0] is None else stacked(part, 0) for part in zip(*columns, strict=True)]
 
 
-def reshaped(node: Node, outs: Sequence[Tensor]) -> Parts:
+def viewed(node: Node, outs: Sequence[Tensor]) -> Parts:
     """The same entries in the same order."""
-    return [outs[0].reshape(len(outs[0]), *argument_shape(node))]
+    return [reshaped(outs[0], (len(outs[0]), *argument_shape(node)))]
 
 
 def divided(node: Node, outs: Sequence[Tensor]) -> Parts:
@@ -230,7 +231,7 @@ TABLE: dict[str, Dependence] = {
     **dict.fromkeys(FIXED_LINEAR, rearranged),
     **dict.fromkeys(("Split", "SplitWithSizes", "Unbind", "UnsafeSplit"), divided),
     **dict.fromkeys(("Select", "Slice"), sliced),
-    **dict.fromkeys(("ReshapeAlias", "UnsafeView", "View"), reshaped),
+    **dict.fromkeys(("ReshapeAlias", "UnsafeView", "View"), viewed),
     **dict.fromkeys(POINTWISE, pointwise),
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCING, reduced),

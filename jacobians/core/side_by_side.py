@@ -1,4 +1,4 @@
-"""Tensors flattened behind their leading axes, and several of them side by side as one."""
+"""Tensors in another shape, or flattened behind their leading axes, and several of them side by side as one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ Key = TypeVar("Key")
 def as_rows(x: Tensor, lead: int = 1) -> Tensor:
     """`[N, *x]` as a matrix `[N, D]`, also where a row is one number or there is none; or with more axes in front."""
     return x.reshape(*x.shape[:lead], x.shape[lead:].numel())
+
+
+def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x.reshape(shape)`, but along last axes that stay as they are, what repeats a number (stride 0) goes on to."""
+    shape, axis = torch.Size(shape), 0
+    while axis < min(x.dim(), len(shape)) and x.shape[-1 - axis] == shape[-1 - axis] and not x.stride(-1 - axis):
+        axis += 1
+    if not (axis and x.numel()):
+        return x.reshape(shape)
+    once = x[(..., *[slice(0, 1)] * axis)]
+    return once.reshape(*shape[: len(shape) - axis], *[1] * axis).expand(shape)
 
 
 def beside(parts: Iterable[Tensor], lead: int) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from bpk.plan.sources import Sources
 from bpk.recording.record import Record
@@ -10,11 +13,16 @@ from bpk.recording.record import Record
 
 @dataclass(eq=False)
 class Behind:
-    """A root (a loss, or the last call where none is extended), the calls `above` it, and who feeds whom."""
+    """A root (a loss, or the last call where none is extended), the calls `above` it, and who feeds whom.
+
+    `followed` is what was found last to follow from the form, with batch axes as they are: of `n` samples and rows of
+    the root.
+    """
 
     root: Record
     sources: Sources
     above: list[Record]
+    followed: tuple[int, Tensor, dict[Record, Tensor]] | None = field(default=None, init=False)
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -30,3 +38,10 @@ class Behind:
         """Take all batch axes for those in front: a hypothesis that does not hold has moved some."""
         for record in self.above:
             record.shift(0)
+        self.followed = None
+
+    def has_followed(self, n: int, rows: Tensor) -> dict[Record, Tensor] | None:
+        """The sample of each row of all calls, if these are what was followed last."""
+        if self.followed is None or self.followed[0] != n or not torch.equal(self.followed[1], rows):
+            return None
+        return self.followed[2]

@@ -55,7 +55,7 @@ class Placement(Behind):
                     if target in records and node is not None and target.module is not DISSOLVED:
                         leave_to_autograd(target, node)
         self.sources.clear()
-        self.above = self.sources.upstream(self.root)
+        self.above, self.followed = self.sources.upstream(self.root), None
 
     def take(self, known: Form) -> bool:
         """Take what an earlier pass has found, if it holds here; whether it does."""

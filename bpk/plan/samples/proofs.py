@@ -27,7 +27,8 @@ def prove(behind: Behind, n: int, found: dict[Record, Tensor], now: bool = False
     Returns:
         `None` where it does not follow, or something else follows than what was `found`.
     """
-    known = follow(behind, n, found.get(behind.root, torch.arange(n, device="cpu")), now=now)
+    start = found.get(behind.root, torch.arange(n, device="cpu"))
+    known = behind.has_followed(n, start.cpu()) or follow(behind, n, start, now=now)
     if known is None:
         return None
     in_order = torch.arange(n, device=known[behind.root].device)
@@ -78,6 +79,8 @@ def follow(
                 if part is None:
                     return None
                 arrived[target] = added(arrived[target], part) if target in arrived else part
+    if not now and len(known) == len(behind.records):
+        behind.followed = n, rows.cpu(), known
     return known
 
 

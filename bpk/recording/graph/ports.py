@@ -8,6 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from bpk.jacobians.core.side_by_side import reshaped
+
 
 @dataclass(frozen=True)
 class MatrixLayout:
@@ -29,7 +31,7 @@ class MatrixLayout:
         if self.axes == self.others:
             return mat
         axes = self.axes if len(self.axes) > 1 else (mat.shape[1:-1].numel(),)
-        return mat.reshape(len(mat), *axes, mat.shape[-1])
+        return reshaped(mat, (len(mat), *axes, mat.shape[-1]))
 
     def to_graph(self, mat: Tensor) -> Tensor:
         """The way back."""
@@ -39,7 +41,7 @@ class MatrixLayout:
             others = list(self.others)
             if self.axes == (prod(others),) and self.axes[0] in others:  # columns of some samples have some of the rows
                 others[others.index(self.axes[0])] = mat.shape[1]
-            mat = mat.reshape(len(mat), *others, mat.shape[-1])
+            mat = reshaped(mat, (len(mat), *others, mat.shape[-1]))
         return mat.movedim(-1, 1 + self.features)
 
 

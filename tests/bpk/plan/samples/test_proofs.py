@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 import bpk
 from bpk import extensions as E
-from bpk.plan.samples import checking, picked, probing
+from bpk.plan.samples import checking, picked, probing, proofs
 from bpk.plan.samples.behind import Behind
+from bpk.plan.samples.proofs import follow
 from bpk.recording.record import Record
 from tests.bpk.plan.samples.test_forms import check_rows
 
@@ -45,6 +47,24 @@ class Tagger(nn.Module):
         h = self.first(x.transpose(0, 1) if self.in_front else x)
         axis = 0 if self.in_front else 1
         return self.rows(self.last((h + h.mean(axis, keepdim=True)).tanh()))
+
+
+def test_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was followed to test a hypothesis need not be followed again to prove it."""
+    followed: list[Tensor] = []
+
+    def counted(behind: Behind, n: int, rows: Tensor, *others: Any, **named: Any) -> dict[Record, Tensor] | None:
+        followed.append(rows)
+        return follow(behind, n, rows, *others, **named)
+
+    for module in (checking, proofs):
+        monkeypatch.setattr(module, "follow", counted)
+    model, loss_fn = bpk.extend(Tagger(flat).double()), bpk.extend(nn.CrossEntropyLoss())
+    for n, steps in SIZES:
+        followed.clear()
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(model(torch.randn(n, steps, 2).double()), torch.randint(3, (n * steps,))).backward()
+        assert len(followed) == 1
 
 
 def flat(y: Tensor) -> Tensor:
