@@ -23,7 +23,9 @@ def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
         axis += 1
     if not (axis and x.numel()):
         return x.reshape(shape)
-    once = x[(..., *[slice(0, 1)] * axis)]
+    once = x
+    for last in range(1, axis + 1):
+        once = once.narrow(-last, 0, 1)
     return once.reshape(*shape[: len(shape) - axis], *[1] * axis).expand(shape)
 
 

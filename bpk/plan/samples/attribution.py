@@ -110,8 +110,8 @@ class Trials:
         of.
         """
         root, calls = self.root, self.calls
-        found = self.as_packed(in_turns=True) or self.as_joined() or self.as_given()
-        found = found or self.as_picked(sure=True, complete=False) or self.as_packed(in_turns=False)
+        found = self.as_packed(in_turns=True) or self.as_joined() or self.as_given_or_picked()
+        found = found or self.as_packed(in_turns=False)
         if found:
             return found
         refusal: UnsupportedLayer | NotInFront | None = None
@@ -177,6 +177,19 @@ class Trials:
             with suppress(UnsupportedLayer, NotInFront):
                 return n, trials.test(numbers, n, movable)
         return None
+
+    def as_given_or_picked(self) -> Found | None:
+        """Those that the model was given, or else of which rows were surely picked.
+
+        As many rows as a multiple of the samples may have been picked, too. Layers seem to have samples inside then.
+        """
+        try:
+            found = self.as_given()
+        except AllSamplesInside:
+            if found := self.as_picked(sure=True, complete=False):
+                return found
+            raise
+        return found or self.as_picked(sure=True, complete=False)
 
     def as_given(self) -> Found | None:
         """The samples that the model was given, where they are fewer than the rows of the root, and the graph agrees.

@@ -85,6 +85,26 @@ def masked(counts: list[int]) -> Case:
     return model, lambda: model(tokens, mask), mask
 
 
+class Unmixed(nn.Module):
+    """Words, with parameters for their places, each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(9, 4), nn.Parameter(torch.randn(4, 4))
+        self.layers = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, C))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h: Tensor = self.layers(self.table(tokens) + self.places)
+        return h
+
+
+def unmixed() -> Case:
+    """Nine rows of three samples: the first three are not those of the first one."""
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    tokens, model = torch.randint(9, (3, 4)), Unmixed()
+    return model, lambda: model(tokens)[mask], mask
+
+
 def pairs() -> Case:
     x, mask, model = torch.randn(2, 3).double(), torch.tensor([[True, True], [True, False]]), Pairs()
     return model, lambda: model(x, mask), mask
@@ -102,6 +122,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "masked": lambda: masked([2, 1, 3]),
     "as many as samples": lambda: masked([2, 0, 1, 1]),
     "a multiple of the samples": lambda: masked([3, 2, 1]),
+    "a multiple, each by itself": unmixed,
     "the same for each": lambda: masked([2, 2, 2]),
     "of eight numbers": pairs,
     "pixels": pixels,
