@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
@@ -27,12 +28,19 @@ def numbers(shape: torch.Size, like: Tensor) -> Tensor:
     return torch.arange(shape.numel(), device=like.device).reshape(shape)
 
 
-def taken(node: Node, outs: Sequence[Tensor], take: Take) -> Parts:
-    """Of a function that takes entries: each gets what has come to the places where it is."""
+def taken(node: Node, outs: Sequence[Tensor], take: Take, whole: Callable[[Node, int], int]) -> Parts:
+    """Of a function that takes entries: each gets what has come to the places where it is.
+
+    So many last axes are taken as a `whole`: along these, what repeats a number is looked at once.
+    """
     shape, mat = argument_shape(node), outs[0]
-    places = take(node, numbers(shape, mat)).flatten()
-    found = mat.new_zeros(len(mat), shape.numel()).index_add_(1, places, mat.flatten(1))
-    return [found.reshape(len(mat), *shape)]
+    some, sizes = mat, list(shape)
+    for axis in range(-whole(node, len(shape)), 0):
+        if not mat.stride(axis):
+            some, sizes[axis] = some.narrow(axis, 0, min(1, sizes[axis])), min(1, sizes[axis])
+    places = take(node, numbers(torch.Size(sizes), mat)).flatten()
+    found = mat.new_zeros(len(mat), prod(sizes)).index_add_(1, places, some.flatten(1))
+    return [found.reshape(len(mat), *sizes).expand(len(mat), *shape)]
 
 
 def put(node: Node, outs: Sequence[Tensor], take: Take) -> Parts:
@@ -51,6 +59,22 @@ def indexed(node: Node, x: Tensor) -> Tensor:
     """`x[..., indices, ...]`."""
     given = [slice(None) if i is None else i.to(x.device) for i in kept_by(node, "indices")[0]]
     return x[tuple(given)]
+
+
+def behind_indices(node: Node, dims: int) -> int:
+    """How many axes there are behind those that are indexed: by a mask, as many as it has."""
+    given = kept_by(node, "indices")[0]
+    return dims - sum(1 if i is None or i.dtype is not torch.bool else i.dim() for i in given)
+
+
+def behind_axis(node: Node, dims: int) -> int:
+    """How many axes there are behind the one along which slices are taken."""
+    return dims - 1 - signed(engine.saved(node, "dim")) % max(1, dims)
+
+
+def none(node: Node, dims: int) -> int:
+    """No axis is taken as a whole."""
+    return 0
 
 
 def along(node: Node, x: Tensor, name: str, entries: bool) -> Tensor:
@@ -77,12 +101,12 @@ def masked_scatter(node: Node, outs: Sequence[Tensor]) -> Parts:
     return found
 
 
-TAKING: dict[str, Take] = {
-    "Index": indexed,
-    "IndexSelect": partial(along, name="index", entries=False),
-    "Gather": partial(along, name="index", entries=True),
-    "Topk": partial(along, name="indices", entries=True),
-    "MaskedSelect": masked,
+TAKING: dict[str, tuple[Take, Callable[[Node, int], int]]] = {
+    "Index": (indexed, behind_indices),
+    "IndexSelect": (partial(along, name="index", entries=False), behind_axis),
+    "Gather": (partial(along, name="index", entries=True), none),
+    "Topk": (partial(along, name="indices", entries=True), none),
+    "MaskedSelect": (masked, none),
 }
 
 PUTTING: dict[str, Take] = {
@@ -94,7 +118,7 @@ PUTTING: dict[str, Take] = {
 }
 
 PICKS: dict[str, Dependence] = {
-    **{name: partial(taken, take=take) for name, take in TAKING.items()},
+    **{name: partial(taken, take=take, whole=whole) for name, (take, whole) in TAKING.items()},
     **{name: partial(put, take=take) for name, take in PUTTING.items()},
     "MaskedScatter": masked_scatter,
 }

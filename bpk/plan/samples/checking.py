@@ -47,7 +47,10 @@ def check_hypothesis(
     numbers = numbers.to(behind.root.inputs[0].device)
     if laid_out and not behind.root.is_loss and not follows_data(behind.root, numbers, n):
         raise mixed(f"the last call, '{behind.root.path}', has them in another order than the data of the model")
-    if proven := by_form(behind, numbers, n, movable):
+    proven = by_form(behind, numbers, n, movable)
+    if proven is None and not only_by_form:
+        proven = by_form(behind, numbers, n, movable, now=True)
+    if proven is not None:
         for record in behind.above if laid_out else ():
             if not follows_data(record, proven[record], n):
                 raise mixed(f"'{behind.root.path}' has them in another order than the data of the model")
@@ -144,8 +147,10 @@ def may_be_apart(behind: Behind) -> bool:
     return False
 
 
-def by_form(behind: Behind, numbers: Tensor, n: int, movable: bool) -> dict[Record, Tensor] | None:
+def by_form(behind: Behind, numbers: Tensor, n: int, movable: bool, now: bool = False) -> dict[Record, Tensor] | None:
     """The samples of the rows of all calls, where those follow from the root's by the form of the graph alone.
+
+    Or as they follow `now`: from the form, and from the places to which data move entries.
 
     Raises:
         NotInFront: If they do but for tables of positions, whose rows feed several samples.
@@ -153,7 +158,7 @@ def by_form(behind: Behind, numbers: Tensor, n: int, movable: bool) -> dict[Reco
     if n < 2:
         return None
     tables = {r for r in behind.above if is_given_numbers(r) and not is_laid_out_like_given(r, n)}
-    found = follow(behind, n, numbers, movable, tables)
+    found = follow(behind, n, numbers, movable, tables, now)
     shared = [] if found is None else [record for record in tables if record not in found]
     if found is None or any(is_doubtful(record, found, n) for record in behind.above if record not in shared):
         behind.put_back()

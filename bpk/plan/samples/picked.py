@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from bpk.plan.repeated import compact
 from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.decoding import DIGITS, decode, numbered, owners_of, with_digits
 from bpk.plan.samples.hypotheses import reads_tables
 from bpk.plan.samples.probing import send_back, tolerance_of
+from bpk.plan.samples.proofs import NotKnown, all_apart, labels, spread, where_known
 from bpk.recording.record import Record
+
+Places = tuple[list[int], Tensor]
+"""Axes of what a call has returned that may be that of samples, and the row of the root of each entry (-1: none)."""
+
+AxesOf = Callable[[Record, Tensor, Callable[[Tensor], Tensor | None]], list[int]]
+"""Those axes, of a call and what has come to it; the last argument tells of which row each of its rows is."""
+
+NOWHERE: Places = [], torch.empty(0, device="cpu")
 
 
 def picked_rows(behind: Behind, sure: bool) -> list[tuple[int, Tensor]]:
@@ -20,39 +33,68 @@ def picked_rows(behind: Behind, sure: bool) -> list[tuple[int, Tensor]]:
     `sure` only where some sample has several rows, and no axis could be that of the root's rows: never where there are
     as many rows as samples.
     """
-    tolerance = tolerance_of(behind.records)
     given = {shapes[0][:1] for shapes in {record.given for record in behind.above} if shapes}
     n, count = next(iter(given), (0,))[0] if len(given) == 1 else 0, behind.root.batch_size
     if n < 2 or count == 1 or (sure and n == count):
         return []
 
-    def axes_of(record: Record, mat: Tensor) -> list[int]:
+    def axes_of(record: Record, mat: Tensor, rows_of: Callable[[Tensor], Tensor | None]) -> list[int]:
         """Axes that may be that of samples (if these are as many as the root's rows: and are not those)."""
         known = range(min(max(1, mat.dim() - 2), mat.dim() - 1))  # a number has none
         found = [axis for axis in known if mat.shape[1 + axis] == n and not record.shifted]
         if found and reads_tables(record, behind.sources):
             return []
-        return [a for a in found if n != count or decode(mat.movedim(1 + a, 1), 1 << DIGITS, tolerance) is None]
+        return [a for a in found if n != count or rows_of(mat.movedim(1 + a, 1)) is None]
 
-    total: Tensor | None = None
-    axes, shape = list[int](), torch.Size()
-    for place, weights in numbered(count, behind.root.inputs[0].device):
-        for record, mat in send_back(behind, weights):
-            if axes := axes_of(record, mat):
-                break
-        else:
-            return []
-        if mat[0].numel() == count or (sure and count in mat.shape[1:]):
-            return []
-        part = decode(mat.flatten(1)[..., None], 1 << DIGITS, tolerance, in_order=False)
-        if part is None:
-            return []
-        shape, total = mat.shape[1:], with_digits(total, part, place)
+    axes, places = by_form(behind, count, axes_of) or by_gradients(behind, count, axes_of)
+    if places.numel() == count or (sure and count in places.shape):
+        return []
     found = []
-    for axis in axes if total is not None else ():
-        assert total is not None
-        numbers = total.view(shape).movedim(axis, 0)[..., None].flatten(1)
+    for axis in axes:
+        (each,) = compact((places,), but=axis)
+        numbers = each.movedim(axis, 0)[..., None].flatten(1)
         owners = owners_of(numbers, torch.arange(n, device=numbers.device)[:, None].expand_as(numbers), count)
         if owners is not None and not (sure and len(owners.unique()) == count):
             found.append((n, owners))
     return found
+
+
+def by_form(behind: Behind, count: int, axes_of: AxesOf) -> Places | None:
+    """Where so many rows come from as the graph and the data say that it has in it (`None`: they do not tell)."""
+    weights = all_apart(count).to(where_known(behind))
+    known = {behind.root: torch.arange(count, device=weights.device)}
+    rows_of = partial(labels, weights=weights)
+    try:
+        for record, columns in spread(behind, known, weights, now=True):
+            if columns is None:
+                continue
+            if axes := axes_of(record, columns, rows_of):
+                (some,) = compact((columns,))
+                numbers = rows_of(some.flatten(1)[..., None])
+                return None if numbers is None else (axes, numbers.view(some.shape[1:]).expand(columns.shape[1:]))
+            rows = rows_of(columns)
+            if rows is None:
+                return None
+            known[record] = rows
+    except NotKnown:
+        return None
+    return NOWHERE
+
+
+def by_gradients(behind: Behind, count: int, axes_of: AxesOf) -> Places:
+    """The same by gradients of the rows, with a few binary digits of their numbers at a time."""
+    tolerance = tolerance_of(behind.records)
+    rows_of = partial(decode, n=1 << DIGITS, tolerance=tolerance)
+    total: Tensor | None = None
+    axes, shape = list[int](), torch.Size()
+    for place, weights in numbered(count, behind.root.inputs[0].device):
+        for record, mat in send_back(behind, weights):
+            if axes := axes_of(record, mat, rows_of):
+                break
+        else:
+            return NOWHERE
+        part = rows_of(mat.flatten(1)[..., None], in_order=False)
+        if part is None:
+            return NOWHERE
+        shape, total = mat.shape[1:], with_digits(total, part, place)
+    return NOWHERE if total is None else (axes, total.view(shape))

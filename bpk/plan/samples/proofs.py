@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -56,32 +56,58 @@ def follow(
     Where the samples of a call are along another axis, that is moved to the front if it is `movable`. Rows of `tables`
     may feed several samples; those that do are left out. What follows may hold `now`, and not in another pass.
     """
-    device = behind.root.inputs[0].device
-    rows = rows.to(device if device.type == "cuda" else "cpu")  # others may have no double precision
-    weights = all_apart(n).to(rows.device)
-    known = {behind.root: rows}
-    arrived: dict[Record, Tensor] = {}
-    for record in [behind.root, *behind.sources.in_backward_order(behind.root, behind.above)]:
-        if record is not behind.root:
-            columns = arrived.pop(record, None)
+    rows = rows.to(where_known(behind))
+    weights, known = all_apart(n).to(rows.device), {behind.root: rows}
+    try:
+        for record, columns in spread(behind, known, weights, now):
             found = None if columns is None else labels(columns, weights)
             if found is None and columns is not None and movable:
                 found = moved(record, columns, weights)
-            if found is None and columns is not None and record in tables:
-                continue
-            if found is None:
+            if found is not None:
+                known[record] = found
+            elif columns is None or record not in tables:
                 return None
-            known[record] = found
-        if record.problem or mixes(record):  # not row by row, whatever its values say here
-            return None
-        for source in behind.sources[record].values():
-            for target, part in to_targets(source, known[record], weights, now):
-                if part is None:
-                    return None
-                arrived[target] = added(arrived[target], part) if target in arrived else part
+    except NotKnown:
+        return None
     if not now and len(known) == len(behind.records):
         behind.followed = n, rows.cpu(), known
     return known
+
+
+def where_known(behind: Behind) -> torch.device:
+    """Where numbers are followed: others may have no double precision."""
+    device = behind.root.inputs[0].device
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+class NotKnown(Exception):
+    """It does not follow from the form of the graph what a function hands on."""
+
+
+def spread(
+    behind: Behind, known: Mapping[Record, Tensor], weights: Tensor, now: bool
+) -> Iterator[tuple[Record, Tensor | None]]:
+    """What comes to each call behind the root (`None`: nothing), the latest first, of columns `[2, R, ...]`.
+
+    They are one at each row, and the weight of its number. Whoever looks at them says of which numbers the rows of the
+    call are, in `known`, where those of the root are: then it passes them on, and nothing else.
+
+    Raises:
+        NotKnown: If that does not follow from the form (or, `now`, from what data say, too), or if rows are mixed.
+    """
+    arrived: dict[Record, Tensor] = {}
+    for record in [behind.root, *behind.sources.in_backward_order(behind.root, behind.above)]:
+        if record is not behind.root:
+            yield record, arrived.pop(record, None)
+        if record not in known:
+            continue
+        if record.problem or mixes(record):  # not row by row, whatever its values say here
+            raise NotKnown
+        for source in behind.sources[record].values():
+            for target, part in to_targets(source, known[record], weights, now):
+                if part is None:
+                    raise NotKnown
+                arrived[target] = added(arrived[target], part) if target in arrived else part
 
 
 def all_apart(n: int) -> Tensor:

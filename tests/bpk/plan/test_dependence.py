@@ -220,6 +220,21 @@ def test_what_data_pick_is_known_for_now(function: Function) -> None:
         assert overwrites or torch.equal(found[0][0] > 0, row != 0)
 
 
+@pytest.mark.processor("its functions")
+@pytest.mark.parametrize("function", [*SAME.values(), *PICKED.values()], ids=[*SAME, *PICKED])
+def test_what_repeats_a_number_is_spread_as_others(function: Function) -> None:
+    """Of columns in which last axes, or all, repeat one number (stride 0), less is looked at, and found is the same."""
+    _, out, source = stretch_of(function)
+    for axis in range(out.dim()):
+        some = torch.rand(2, *out.shape[:axis], *[1] * (out.dim() - axis)).double() + 0.1
+        some[1, ..., 0] = 0.0
+        columns = some.expand(2, *out.shape)
+        found = reached_entries(source, columns, now=True)
+        expected = reached_entries(source, columns.contiguous(), now=True)
+        assert found is not None and expected is not None
+        torch.testing.assert_close(found[0], expected[0])
+
+
 def test_every_function_that_picks_is_tried() -> None:
     names = {name_of(type(stretch_of(function)[1].grad_fn)) for function in PICKED.values()}
     assert set(PICKS) <= names

@@ -141,14 +141,44 @@ def test_tables_of_positions(axes: int, tests_by_gradients: list[Record]) -> Non
     assert not tests_by_gradients
 
 
-def test_rows_that_were_picked_are_tested(tests_by_gradients: list[Record]) -> None:
-    """Where indices point to is no part of the form."""
+class Picked(nn.Module):
+    """Words of which some are picked: predictions, or (`inside`) the features that the last layer sees."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.words, self.tanh, self.last, self.inside = nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 3), inside
+
+    def forward(self, x: Tensor, *index: Tensor) -> Tensor:
+        h = self.words(x)
+        h = self.tanh(h + h.mean(1, keepdim=True))
+        return self.last(h[index]) if self.inside else self.last(h)[index]
+
+
+@pytest.mark.parametrize("same_form", [False, True], ids=["other forms", "the same form"])
+@pytest.mark.parametrize("inside", [False, True], ids=["predictions", "features"])
+def test_rows_that_were_picked(tests_by_gradients: list[Record], inside: bool, same_form: bool) -> None:
+    """Where masks and indices point to is no part of the form: they are followed as they are now, in each pass."""
     torch.manual_seed(0)
-    model = bpk.extend(Tagger(lambda y: y[:, torch.arange(y.shape[1])].flatten(0, 1)).double())
-    loss_fn = bpk.extend(nn.CrossEntropyLoss())
-    for n, steps in SIZES:
-        passed(model, loss_fn, n, steps, samples_first=True)
-    assert {record.module for record in tests_by_gradients} == {model.first, model.last}
+    model, loss_fn = bpk.extend(Picked(inside).double()), bpk.extend(nn.CrossEntropyLoss())
+    for _ in range(6):
+        x, mask = torch.randint(9, (4, 5)), torch.rand(4, 5) < 0.5
+        mask[:, 0] = True
+        owners, steps = mask.nonzero().T
+        if same_form:
+            owners, steps = torch.ones(4, 5).nonzero()[torch.randperm(20)[:11]].T
+        index = (owners, steps) if same_form else (mask,)
+        y = torch.randint(3, (len(owners),))
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(model(x, *index), y).backward()
+        with bpk.disable():
+            terms = nn.functional.cross_entropy(model(x, *index), y, reduction="none") / len(y)
+            rows = [
+                torch.autograd.grad(terms[owners == n].sum(), [*model.parameters()], retain_graph=True)
+                for n in range(4)
+            ]
+        for p, expected in zip(model.parameters(), zip(*rows, strict=True), strict=True):
+            torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+    assert not tests_by_gradients
 
 
 def test_samples_that_mix_in_large_batches() -> None:
