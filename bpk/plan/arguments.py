@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bpk.plan.repeated import stacked
 from bpk.recording import engine
 from bpk.recording.graph.nodes import signed
 from bpk.recording.graph.side_effects import beyond
@@ -44,3 +45,11 @@ def axes_of(node: Node, dims: int) -> list[int]:
     given = engine.attributes(node).get("dim")
     named = range(dims) if given in (None, ()) else [given] if isinstance(given, int) else given
     return [signed(axis) % dims for axis in named] if dims else []
+
+
+def rearranged(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """Ask the function itself, one column after the other."""
+    with torch.no_grad():
+        found = [node(*column) for column in zip(*outs, strict=True)]  # type: ignore[operator]
+    columns = [one if isinstance(one, tuple) else (one,) for one in found]
+    return [None if part[0] is None else stacked(part, 0) for part in zip(*columns, strict=True)]

@@ -20,14 +20,29 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.jacobians.core.side_by_side import reshaped
-from bpk.plan.arguments import Dependence, Parts, argument_shape, argument_shapes, axes_of, narrowed
+from bpk.plan.arguments import Dependence, Parts, axes_of, rearranged
 from bpk.plan.graph import Source
+from bpk.plan.kinds import (
+    all_but,
+    along,
+    attended,
+    divided,
+    first_axes,
+    fourier,
+    gated,
+    pointwise,
+    product,
+    reduced,
+    sliced,
+    to_complex,
+    to_real,
+    viewed,
+)
 from bpk.plan.picks import PICKS
-from bpk.plan.repeated import added, joined, placed, stacked
+from bpk.plan.repeated import added
 from bpk.recording import engine
 from bpk.recording.graph.identity import name_of, words
-from bpk.recording.graph.nodes import Edge, signed
+from bpk.recording.graph.nodes import Edge
 from bpk.recording.graph.side_effects import beyond
 
 FIXED_LINEAR = words("""Alias Cat Col2Im ConstantPadNd Diagonal Expand Flip Im2Col Permute Repeat Roll Squeeze
@@ -35,12 +50,11 @@ Stack T Transpose Unfold Unsqueeze UpsampleBilinear2D UpsampleLinear1D UpsampleN
 UpsampleNearest3D UpsampleTrilinear3D""")
 """Linear functions whose coefficients are no data, and not negative."""
 
-POINTWISE = words("""Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax ClampMin Clone
-Cos Cosh Div Elu Erf Erfc Erfinv Exp Exp2 Expm1 Gelu Hardshrink Hardsigmoid Hardswish Hardtanh
-Hypot Identity LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill
-Maximum Minimum Mish Mul NanToNum NativeDropout Neg Pow PreluKernel Reciprocal Relu Rsqrt Rsub
-Sigmoid Silu Sin Sinc Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Tril Triu
-Where Xlogy""")
+POINTWISE = words("""Abs Acos Acosh Add Addcdiv Addcmul Angle Asin Asinh Atan Atan2 Atanh Celu Clamp ClampMax
+ClampMin Clone Complex Conj Cos Cosh Div Elu Erf Erfc Erfinv Exp Exp2 Expm1 Gelu Hardshrink Hardsigmoid Hardswish
+Hardtanh Hypot Identity LeakyRelu Lerp Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logit MaskedFill Maximum
+Minimum Mish Mul NanToNum NativeDropout Neg Polar Pow PreluKernel Reciprocal Relu Rsqrt Rsub Sigmoid Silu Sin Sinc
+Sinh Softplus Softshrink Sqrt Sub Tan Tanh Threshold ToCopy Tril Triu Where Xlogy""")
 """Functions of entries one by one, with broadcasting."""
 
 ALONG = words("Cumprod Cumsum LogSoftmax Logcumsumexp SafeSoftmax Softmax Sort")
@@ -48,6 +62,10 @@ ALONG = words("Cumprod Cumsum LogSoftmax Logcumsumexp SafeSoftmax Softmax Sort")
 
 REDUCING = words("Amax Amin LinalgVectorNorm Logsumexp Max Mean Median Min Norm Prod Std Sum Var")
 """Functions that take some axes, or all, to one number."""
+
+ATTENTION = words("""ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention ScaledDotProductFlashAttention
+ScaledDotProductFlashAttentionForCpu""")
+"""Kernels of attention, of queries, keys and values `[N, heads, T, D]`."""
 
 SPATIAL = {
     **{f"{kind}{k}D": k for kind in ("ReflectionPad", "ReplicationPad") for k in (1, 2, 3)},
@@ -134,99 +152,6 @@ def places_joined(node: Node) -> Hashable:
     return axis, tuple([None if part is None or not part.numel() else float(part.flatten()[0]) for part in parts])
 
 
-# ---- kinds of functions --------------------------------------------------------------------------------
-def rearranged(node: Node, outs: Sequence[Tensor]) -> Parts:
-    """Ask the function itself, one column after the other."""
-    with torch.no_grad():
-        found = [node(*column) for column in zip(*outs, strict=True)]  # type: ignore[operator]
-    columns = [one if isinstance(one, tuple) else (one,) for one in found]
-    return [None if part[0] is None else stacked(part, 0) for part in zip(*columns, strict=True)]
-
-
-def viewed(node: Node, outs: Sequence[Tensor]) -> Parts:
-    """The same entries in the same order."""
-    return [reshaped(outs[0], (len(outs[0]), *argument_shape(node)))]
-
-
-def divided(node: Node, outs: Sequence[Tensor]) -> Parts:
-    """The parts of a tensor along an axis, side by side."""
-    unbound = name_of(type(node)) == "Unbind"
-    (axis,) = axes_of(node, outs[0].dim() - 1 + unbound)
-    return [(stacked if unbound else joined)(outs, 1 + axis)]
-
-
-def sliced(node: Node, outs: Sequence[Tensor]) -> Parts:
-    """Zeros, but where the function has taken a part of a tensor along an axis."""
-    given, shape, mat = engine.attributes(node), argument_shape(node), outs[0]
-    (axis,) = axes_of(node, len(shape))
-    if name_of(type(node)) == "Select":
-        index = signed(given["index"]) % shape[axis]
-        return [placed(mat.unsqueeze(1 + axis), 1 + axis, shape[axis], slice(index, index + 1))]
-    start, end = (None if given[name] is None else signed(given[name]) for name in ("start", "end"))
-    where = slice(start, end, given["step"])
-    return [placed(mat, 1 + axis, shape[axis], where)]
-
-
-def pointwise(node: Node, outs: Sequence[Tensor]) -> Parts:
-    """To every argument, summed along the axes along which it was broadcast."""
-    return [None if shape is None else narrowed(outs[0], shape) for shape in argument_shapes(node)]
-
-
-def along(node: Node, outs: Sequence[Tensor]) -> Parts:
-    """All entries along the axis get the sum of them."""
-    mat = outs[0]
-    for axis in axes_of(node, mat.dim() - 1):
-        mat = mat.sum(1 + axis, keepdim=True)
-    return [mat.expand_as(outs[0])]
-
-
-def reduced(node: Node, outs: Sequence[Tensor]) -> Parts:
-    """All entries that were taken to one number get what comes to that."""
-    shape, mat = argument_shape(node), outs[0]
-    if mat.dim() - 1 < len(shape):
-        for axis in sorted(axes_of(node, len(shape))):
-            mat = mat.unsqueeze(1 + axis)
-    return [mat.expand(len(mat), *shape)]
-
-
-def first_axes(node: Node, outs: Sequence[Tensor], kept: Callable[[Node, int], int]) -> Parts:
-    """The first argument alone, entry by entry along so many of its axes, and all entries along the others together."""
-    shape = argument_shapes(node)[0]
-    if shape is None:
-        return [None]
-    lead = 1 + kept(node, len(shape))
-    total = outs[0].flatten(lead).sum(-1) if outs[0].dim() > lead else outs[0]
-    return [total.reshape(*total.shape, *[1] * (len(shape) - lead + 1)).expand(len(total), *shape)]
-
-
-def all_but(last: int, node: Node, dims: int) -> int:
-    """How many axes there are before the last ones."""
-    return dims - last
-
-
-def gated(node: Node, outs: Sequence[Tensor]) -> Parts:
-    """Both halves of the argument along the axis."""
-    (axis,) = axes_of(node, outs[0].dim() - 1)
-    return [torch.cat([outs[0], outs[0]], 1 + axis)]
-
-
-def product(node: Node, outs: Sequence[Tensor], first: int) -> Parts:
-    """Matrix products: a row of the left factor gets what its row of the result has, a column of the right its column.
-
-    What is added comes first; the factors have numbers `first` and `first + 1`.
-    """
-    found: Parts = []
-    for number, shape in enumerate(argument_shapes(node)):
-        if shape is None:
-            found.append(None)
-        elif number < first:
-            found.append(narrowed(outs[0], shape))
-        else:
-            total = outs[0].sum(-1 if number == first else -2, keepdim=True)
-            found.append(total.expand(len(total), *shape))
-    return found
-
-
 TABLE: dict[str, Dependence] = {
     **dict.fromkeys(FIXED_LINEAR, rearranged),
     **dict.fromkeys(("Split", "SplitWithSizes", "Unbind", "UnsafeSplit"), divided),
@@ -236,6 +161,10 @@ TABLE: dict[str, Dependence] = {
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCING, reduced),
     "Glu": gated,
+    **dict.fromkeys(("FftC2C", "FftC2R", "FftR2C"), fourier),
+    "ViewAsComplex": to_complex,
+    "ViewAsReal": to_real,
+    **dict.fromkeys(ATTENTION, attended),
     **{name: partial(first_axes, kept=partial(all_but, k)) for name, k in SPATIAL.items()},
     **dict.fromkeys(("Addmm", "Baddbmm"), partial(product, first=1)),
     **dict.fromkeys(("Bmm", "Mm"), partial(product, first=0)),

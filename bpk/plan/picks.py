@@ -1,4 +1,4 @@
-"""Functions that move entries to places that data say: what their arguments get, in the pass that runs now.
+"""Functions that move entries to places that data or strides say: what arguments get, in the pass that runs now.
 
 Where these places are is no matter of the form of a graph, so what follows from them holds for one pass only. Each is
 asked for the numbers of the entries that it takes; columns go back to these.
@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bpk.plan.arguments import Dependence, Parts, argument_shape, argument_shapes, narrowed
+from bpk.plan.arguments import Dependence, Parts, argument_shape, argument_shapes, narrowed, rearranged
 from bpk.recording import engine
 from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import signed
+
+MASKS = (torch.bool, torch.uint8)
+"""Types of indices that are masks."""
 
 Take = Callable[[Node, Tensor], Tensor]
 """What a function takes of a tensor: here, of the numbers of its entries."""
@@ -64,7 +67,7 @@ def indexed(node: Node, x: Tensor) -> Tensor:
 def behind_indices(node: Node, dims: int) -> int:
     """How many axes there are behind those that are indexed: by a mask, as many as it has."""
     given = kept_by(node, "indices")[0]
-    return dims - sum(1 if i is None or i.dtype is not torch.bool else i.dim() for i in given)
+    return dims - sum(1 if i is None or i.dtype not in MASKS else i.dim() for i in given)
 
 
 def behind_axis(node: Node, dims: int) -> int:
@@ -121,5 +124,6 @@ PICKS: dict[str, Dependence] = {
     **{name: partial(taken, take=take, whole=whole) for name, (take, whole) in TAKING.items()},
     **{name: partial(put, take=take) for name, take in PUTTING.items()},
     "MaskedScatter": masked_scatter,
+    "AsStrided": rearranged,  # how its argument lies in memory is no part of a graph's form
 }
 """By the name of a function."""
