@@ -65,14 +65,13 @@ def by_form(behind: Behind, count: int, axes_of: AxesOf) -> Places | None:
     known = {behind.root: torch.arange(count, device=weights.device)}
     rows_of = partial(labels, weights=weights)
     try:
-        for record, columns in spread(behind, known, weights, now=True):
+        for record, columns, rows in spread(behind, known, weights, now=True):
             if columns is None:
                 continue
             if axes := axes_of(record, columns, rows_of):
                 (some,) = compact((columns,))
                 numbers = rows_of(some.flatten(1)[..., None])
                 return None if numbers is None else (axes, numbers.view(some.shape[1:]).expand(columns.shape[1:]))
-            rows = rows_of(columns)
             if rows is None:
                 return None
             known[record] = rows

@@ -59,8 +59,7 @@ def follow(
     rows = rows.to(where_known(behind))
     weights, known = all_apart(n).to(rows.device), {behind.root: rows}
     try:
-        for record, columns in spread(behind, known, weights, now):
-            found = None if columns is None else labels(columns, weights)
+        for record, columns, found in spread(behind, known, weights, now):
             if found is None and columns is not None and movable:
                 found = moved(record, columns, weights)
             if found is not None:
@@ -86,8 +85,8 @@ class NotKnown(Exception):
 
 def spread(
     behind: Behind, known: Mapping[Record, Tensor], weights: Tensor, now: bool
-) -> Iterator[tuple[Record, Tensor | None]]:
-    """What comes to each call behind the root (`None`: nothing), the latest first, of columns `[2, R, ...]`.
+) -> Iterator[tuple[Record, Tensor | None, Tensor | None]]:
+    """What comes to each call behind the root (`None`: nothing), the latest first, of columns `[2, R, ...]`; `labels`.
 
     They are one at each row, and the weight of its number. Whoever looks at them says of which numbers the rows of the
     call are, in `known`, where those of the root are: then it passes them on, and nothing else.
@@ -96,18 +95,29 @@ def spread(
         NotKnown: If that does not follow from the form (or, `now`, from what data say, too), or if rows are mixed.
     """
     arrived: dict[Record, Tensor] = {}
+    as_sent: dict[Record, Tensor] = {}  # the rows of calls whose result another call is given as it is, and no other
     for record in [behind.root, *behind.sources.in_backward_order(behind.root, behind.above)]:
         if record is not behind.root:
-            yield record, arrived.pop(record, None)
-        if record not in known:
+            columns, rows = arrived.pop(record, None), as_sent.pop(record, None)
+            yield record, columns, rows if rows is not None or columns is None else labels(columns, weights)
+        rows = known.get(record)
+        if rows is None:
             continue
         if record.problem or mixes(record):  # not row by row, whatever its values say here
             raise NotKnown
+        alive = (rows >= 0).double()
+        columns = torch.stack([alive, alive * weights[rows.clamp(min=0)]])
         for source in behind.sources[record].values():
-            for target, part in to_targets(source, known[record], weights, now):
+            direct = source.stretch is None and source.entrance.plain and source.exits[0].plain
+            for target, part in to_targets(source, columns, now):
                 if part is None:
                     raise NotKnown
-                arrived[target] = added(arrived[target], part) if target in arrived else part
+                as_sent.pop(target, None)
+                if target in arrived:
+                    part = added(arrived[target], part)
+                elif direct:
+                    as_sent[target] = rows
+                arrived[target] = part
 
 
 def all_apart(n: int) -> Tensor:
@@ -116,18 +126,14 @@ def all_apart(n: int) -> Tensor:
     return 1 + (torch.arange(n, device="cpu") + drawn / 2) / n
 
 
-def to_targets(
-    source: Source, rows: Tensor, weights: Tensor, now: bool = False
-) -> Iterator[tuple[Record, Tensor | None]]:
-    """What comes to the calls that feed an input whose rows are those of these samples (`None`: not known)."""
+def to_targets(source: Source, columns: Tensor, now: bool = False) -> Iterator[tuple[Record, Tensor | None]]:
+    """What comes to the calls that feed an input, of columns `[2, R]` of its rows (`None`: not known)."""
     if not source.targets:
         return
     shape = source.consumer.inputs[source.index].movedim(source.consumer.axis(source.index), 0).shape
-    if shape[:1] != (len(rows),):  # a call without a batch axis, whose axis 0 holds its entries
+    if shape[:1] != columns.shape[1:]:  # a call without a batch axis, whose axis 0 holds its entries
         yield from ((record, None) for record, _ in source.targets)
         return
-    alive = (rows >= 0).double()
-    columns = torch.stack([alive, alive * weights[rows.clamp(min=0)]])
     columns = columns.reshape(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape)
     at_graph = source.entrance.to_graph(columns)
     if source.stretch is None:
