@@ -13,25 +13,29 @@ from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.decoding import DIGITS, decode, numbered, owners_of, with_digits
 from bpk.plan.samples.hypotheses import reads_tables
 from bpk.plan.samples.probing import send_back, tolerance_of
-from bpk.plan.samples.proofs import NotKnown, all_apart, labels, spread, where_known
+from bpk.plan.samples.proofs import NotKnown, all_apart, labels, one_by_one, spread, where_known
 from bpk.recording.record import Record
 
-Places = tuple[list[int], Tensor]
-"""Axes of what a call has returned that may be that of samples, and the row of the root of each entry (-1: none)."""
+Places = tuple[list[int], torch.Size, Callable[[int], Tensor | None]]
+"""Axes of what a call has returned that may be that of samples, its shape, and along which index each row of the root
+is, by axis (`None`: of none, or of several)."""
 
 AxesOf = Callable[[Record, Tensor, Callable[[Tensor], Tensor | None]], list[int]]
 """Those axes, of a call and what has come to it; the last argument tells of which row each of its rows is."""
 
-NOWHERE: Places = [], torch.empty(0, device="cpu")
+NOWHERE: Places = [], torch.Size(), lambda axis: None
+
+MOST = 1 << 24
+"""Up to how many numbers rows are looked at one by one."""
 
 
 def picked_rows(behind: Behind, sure: bool) -> list[tuple[int, Tensor]]:
     """Hypotheses: as many samples as rows were given to the model, and the sample `[R]` of every row of the root.
 
     The rows of the root are numbered, and their numbers are looked for in the entries of what the last call with an
-    axis for samples has returned (in front, or behind others). An entry must be in one row of the root at most. It is
-    `sure` only where some sample has several rows, and no axis could be that of the root's rows: never where there are
-    as many rows as samples.
+    axis for samples has returned (in front, or behind others). An entry may be in several rows of the root only if the
+    graph and the data tell which these are. It is `sure` only where some sample has several rows, and no axis could be
+    that of the root's rows: never where there are as many rows as samples.
     """
     given = {shapes[0][:1] for shapes in {record.given for record in behind.above} if shapes}
     n, count = next(iter(given), (0,))[0] if len(given) == 1 else 0, behind.root.batch_size
@@ -46,17 +50,29 @@ def picked_rows(behind: Behind, sure: bool) -> list[tuple[int, Tensor]]:
             return []
         return [a for a in found if n != count or rows_of(mat.movedim(1 + a, 1)) is None]
 
-    axes, places = by_form(behind, count, axes_of) or by_gradients(behind, count, axes_of)
-    if places.numel() == count or (sure and count in places.shape):
+    axes, shape, owners_along = by_form(behind, count, axes_of) or by_gradients(behind, count, axes_of)
+    if shape.numel() == count or (sure and count in shape):
         return []
     found = []
     for axis in axes:
-        (each,) = compact((places,), but=axis)
-        numbers = each.movedim(axis, 0)[..., None].flatten(1)
-        owners = owners_of(numbers, torch.arange(n, device=numbers.device)[:, None].expand_as(numbers), count)
+        owners = owners_along(axis)
         if owners is not None and not (sure and len(owners.unique()) == count):
             found.append((n, owners))
     return found
+
+
+def owners_in(places: Tensor, count: int, axis: int) -> Tensor | None:
+    """The index along an axis of each of so many rows, of the row of every entry (-1: none)."""
+    (each,) = compact((places,), but=axis)
+    numbers = each.movedim(axis, 0)[..., None].flatten(1)
+    return owners_of(numbers, torch.arange(len(numbers), device=numbers.device)[:, None].expand_as(numbers), count)
+
+
+def owners_of_each(reached: Tensor, axis: int) -> Tensor | None:
+    """The same of entries `[count, ...]` that each row reaches."""
+    (each,) = compact((reached,), but=1 + axis)
+    there = each.movedim(1 + axis, 1)[..., None].flatten(2).any(2)
+    return there.long().argmax(1) if bool((there.sum(1) == 1).all()) else None
 
 
 def by_form(behind: Behind, count: int, axes_of: AxesOf) -> Places | None:
@@ -71,7 +87,11 @@ def by_form(behind: Behind, count: int, axes_of: AxesOf) -> Places | None:
             if axes := axes_of(record, columns, rows_of):
                 (some,) = compact((columns,))
                 numbers = rows_of(some.flatten(1)[..., None])
-                return None if numbers is None else (axes, numbers.view(some.shape[1:]).expand(columns.shape[1:]))
+                shape = columns.shape[1:]
+                if numbers is not None:
+                    return axes, shape, partial(owners_in, numbers.view(some.shape[1:]).expand(shape), count)
+                each = None if count * some[0].numel() > MOST else one_by_one(behind, known, record, count)
+                return None if each is None else (axes, shape, partial(owners_of_each, each))
             if rows is None:
                 return None
             known[record] = rows
@@ -96,4 +116,4 @@ def by_gradients(behind: Behind, count: int, axes_of: AxesOf) -> Places:
         if part is None:
             return NOWHERE
         shape, total = mat.shape[1:], with_digits(total, part, place)
-    return NOWHERE if total is None else (axes, total.view(shape))
+    return NOWHERE if total is None else (axes, shape, partial(owners_in, total.view(shape), count))

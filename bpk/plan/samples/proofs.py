@@ -126,15 +126,33 @@ def all_apart(n: int) -> Tensor:
     return 1 + (torch.arange(n, device="cpu") + drawn / 2) / n
 
 
+def one_by_one(behind: Behind, known: Mapping[Record, Tensor], record: Record, count: int) -> Tensor | None:
+    """Where each of so many rows reaches a call now, `[count, ...]`; rows of calls between are `known` to be of these.
+
+    Returns:
+        `None` where it does not follow.
+    """
+    numbers, total = torch.arange(count, device=where_known(behind)), None
+    for consumer, rows in known.items():
+        for source in behind.sources[consumer].values():
+            sent = record in [target for target, _ in source.targets]
+            for target, part in to_targets(source, (rows == numbers[:, None]).double(), now=True) if sent else ():
+                if target is record and part is None:
+                    return None
+                if target is record and part is not None:
+                    total = part if total is None else added(total, part)
+    return total
+
+
 def to_targets(source: Source, columns: Tensor, now: bool = False) -> Iterator[tuple[Record, Tensor | None]]:
-    """What comes to the calls that feed an input, of columns `[2, R]` of its rows (`None`: not known)."""
+    """What comes to the calls that feed an input, of columns `[V, R]` of its rows (`None`: not known)."""
     if not source.targets:
         return
     shape = source.consumer.inputs[source.index].movedim(source.consumer.axis(source.index), 0).shape
     if shape[:1] != columns.shape[1:]:  # a call without a batch axis, whose axis 0 holds its entries
         yield from ((record, None) for record, _ in source.targets)
         return
-    columns = columns.reshape(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape)
+    columns = columns.reshape(*columns.shape, *[1] * (len(shape) - 1)).expand(len(columns), *shape)
     at_graph = source.entrance.to_graph(columns)
     if source.stretch is None:
         yield source.targets[0][0], source.exits[0].to_rule(at_graph)

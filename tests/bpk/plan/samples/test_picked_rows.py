@@ -105,6 +105,32 @@ def unmixed() -> Case:
     return model, lambda: model(tokens)[mask], mask
 
 
+class MixedBefore(nn.Module):
+    """Steps see each other, by functions, right before some are picked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, C)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        h = self.table(tokens)
+        return self.head((h + h.mean(1, keepdim=True)).tanh()[mask])
+
+
+def mixed_before() -> Case:
+    tokens, mask, model = torch.randint(9, (4, 5)), torch.rand(4, 5) < 0.5, MixedBefore()
+    mask[:, 0] = True
+    return model, lambda: model(tokens, mask), mask
+
+
+def drawn_with_replacement() -> Case:
+    """Some pixels are in several rows."""
+    owners, places = torch.tensor([0, 0, 2, 1, 1, 2, 2]), torch.tensor([3, 3, 5, 0, 0, 0, 5])
+    x, model = torch.randn(3, 2, 4, 4).double(), Pixels()
+    model.norm = nn.Identity()
+    return model, lambda: model(x)[owners, places // 4, places % 4], owners
+
+
 def pairs() -> Case:
     x, mask, model = torch.randn(2, 3).double(), torch.tensor([[True, True], [True, False]]), Pairs()
     return model, lambda: model(x, mask), mask
@@ -129,6 +155,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "in any order": lambda: pixels_by_index([2, 0, 1, 0, 2]),
     "as many as two for each": lambda: pixels_by_index([0, 0, 2, 2, 2, 1]),
     "not of every image": lambda: pixels_by_index([2, 0, 2, 2, 0]),
+    "drawn with replacement": drawn_with_replacement,
+    "mixed before": mixed_before,
     "of one image": lambda: pixels_by_index([1, 1, 1, 1, 1]),
 }
 
