@@ -25,7 +25,7 @@ AxesOf = Callable[[Record, Tensor, Callable[[Tensor], Tensor | None]], list[int]
 
 NOWHERE: Places = [], torch.Size(), lambda axis: None
 
-MOST = 1 << 24
+MOST = 1 << 22
 """Up to how many numbers rows are looked at one by one."""
 
 
