@@ -104,6 +104,20 @@ def masked_scatter(node: Node, outs: Sequence[Tensor]) -> Parts:
     return found
 
 
+def assigned(node: Node, outs: Sequence[Tensor]) -> Parts:
+    """Of a function in place of a part of a tensor (`x[:, t] = y`): ask it, whatever the function is.
+
+    One that cannot be asked is not known. Others may multiply: what is then not of one sample is told by the numbers.
+    """
+    try:
+        found = rearranged(node, outs)
+    except RuntimeError:  # it keeps tensors in another precision
+        return [None] * len(node.next_functions)
+    shapes = argument_shapes(node)  # what was assigned may have been broadcast, which the engine would add up
+    pairs = zip(found, shapes, strict=True)
+    return [None if x is None or shape is None else narrowed(x.to(outs[0].dtype), shape) for x, shape in pairs]
+
+
 TAKING: dict[str, tuple[Take, Callable[[Node, int], int]]] = {
     "Index": (indexed, behind_indices),
     "IndexSelect": (partial(along, name="index", entries=False), behind_axis),
@@ -124,6 +138,7 @@ PICKS: dict[str, Dependence] = {
     **{name: partial(taken, take=take, whole=whole) for name, (take, whole) in TAKING.items()},
     **{name: partial(put, take=take) for name, take in PUTTING.items()},
     "MaskedScatter": masked_scatter,
+    "CopySlices": assigned,
     "AsStrided": rearranged,  # how its argument lies in memory is no part of a graph's form
 }
 """By the name of a function."""

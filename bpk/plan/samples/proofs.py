@@ -18,6 +18,9 @@ from bpk.recording.record import Record
 ROUNDING = 1e-9
 """Of ratios in double precision that are equal."""
 
+VERY_MANY = 1 << 20
+"""From how many numbers on single precision cannot tell them apart."""
+
 
 def prove(behind: Behind, n: int, found: dict[Record, Tensor], now: bool = False) -> list[Tensor | None] | None:
     """The sample of each row of every call, the root's last, as it follows from the form alone.
@@ -121,9 +124,13 @@ def spread(
 
 
 def all_apart(n: int) -> Tensor:
-    """Weights `[n]` between one and two, in order: none is the mean of others, and no two of many are nearly equal."""
+    """Weights `[n]` between one and two, in order: none is the mean of others, and no two of many are nearly equal.
+
+    Single precision has them, too, unless they are very many.
+    """
     drawn = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
-    return 1 + (torch.arange(n, device="cpu") + drawn / 2) / n
+    weights = 1 + (torch.arange(n, device="cpu") + drawn / 2) / n
+    return weights.float().double() if n < VERY_MANY else weights
 
 
 def one_by_one(behind: Behind, known: Mapping[Record, Tensor], record: Record, count: int) -> Tensor | None:

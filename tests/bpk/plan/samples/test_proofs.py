@@ -181,6 +181,42 @@ def test_rows_that_were_picked(tests_by_gradients: list[Record], inside: bool, s
     assert not tests_by_gradients
 
 
+class Buffered(nn.Module):
+    """A cell whose states are written into a tensor that was there before, at other places in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        h, states = x.new_zeros(len(x), 4), x.new_zeros(*x.shape[:2], 4)
+        for step in range(x.shape[1]):
+            h = self.cell(torch.cat([x[:, step], h], 1)).tanh()
+            states[:, order[step]] = h
+        return self.last(states).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slices_that_are_assigned(tests_by_gradients: list[Record], dtype: torch.dtype) -> None:
+    """What is written in place is asked where it comes from, in each pass, also in single precision."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(Buffered().to(dtype)), bpk.extend(nn.CrossEntropyLoss())
+    for n, steps in SIZES:
+        x, y, order = (
+            torch.randn(n, steps, 2, dtype=dtype),
+            torch.randint(3, (n, steps)),
+            torch.randperm(steps).tolist(),
+        )
+        with bpk.backpack(E.BatchGrad()):
+            loss_fn(model(x, order), y).backward()
+        with bpk.disable():
+            terms = nn.functional.cross_entropy(model(x, order), y, reduction="none").mean(1) / n
+            rows = [torch.autograd.grad(term, [*model.parameters()], retain_graph=True) for term in terms]
+        for p, expected in zip(model.parameters(), zip(*rows, strict=True), strict=True):
+            torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+    assert not tests_by_gradients
+
+
 def test_samples_that_mix_in_large_batches() -> None:
     """It is refused in the pass in which it begins, and right again afterwards."""
 
