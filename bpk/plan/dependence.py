@@ -126,7 +126,7 @@ def in_between(start: Node | None, ends: Container[Edge]) -> dict[Node, None]:
 
 def arguments_of(node: Node, outs: Sequence[Tensor], now: bool = False) -> Parts | None:
     """What the arguments of a function may get, by number (`None`: not known)."""
-    name = name_of(type(node)) or type(node).__name__
+    name = name_of(type(node)) or type(node).__name__  # of users' functions, too, which all end in "Backward"
     known = TABLE.get(name) or (PICKS.get(name) if now else None)
     return None if known is None else known(node, outs)
 

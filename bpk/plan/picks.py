@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bpk.plan.arguments import Dependence, Parts, argument_shape, argument_shapes, narrowed, rearranged
+from bpk.plan.repeated import compact
 from bpk.recording import engine
 from bpk.recording.graph.kept import kept_by
 from bpk.recording.graph.nodes import signed
@@ -37,10 +38,9 @@ def taken(node: Node, outs: Sequence[Tensor], take: Take, whole: Callable[[Node,
     So many last axes are taken as a `whole`: along these, what repeats a number is looked at once.
     """
     shape, mat = argument_shape(node), outs[0]
-    some, sizes = mat, list(shape)
-    for axis in range(-whole(node, len(shape)), 0):
-        if not mat.stride(axis):
-            some, sizes[axis] = some.narrow(axis, 0, min(1, sizes[axis])), min(1, sizes[axis])
+    last = whole(node, len(shape))
+    (some,) = compact((mat,), but=range(mat.dim() - last))
+    sizes = (*shape[: len(shape) - last], *some.shape[mat.dim() - last :])
     places = take(node, numbers(torch.Size(sizes), mat)).flatten()
     found = mat.new_zeros(len(mat), prod(sizes)).index_add_(1, places, some.flatten(1))
     return [found.reshape(len(mat), *sizes).expand(len(mat), *shape)]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
 
 
-def compact(parts: Sequence[Tensor], but: int = -1) -> list[Tensor]:
-    """Tensors of as many axes, with one entry along those along which all of them repeat one, `but` for one axis."""
+def compact(parts: Sequence[Tensor], but: Container[int] = ()) -> list[Tensor]:
+    """Tensors of as many axes, with one entry along those along which all of them repeat one, `but` for some axes."""
     some = list(parts)
     for axis in range(parts[0].dim()):
-        if axis != but and all(x.shape[axis] > 1 and not x.stride(axis) for x in parts):
+        if axis not in but and all(x.shape[axis] > 1 and not x.stride(axis) for x in parts):
             some = [x.narrow(axis, 0, 1) for x in some]
     return some
 
@@ -34,12 +34,12 @@ def joined(parts: Sequence[Tensor], axis: int) -> Tensor:
     """Tensors one after the other along an axis, in which they may differ."""
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
-    return torch.cat(compact(parts, but=axis), axis).expand(shape)
+    return torch.cat(compact(parts, but=(axis,)), axis).expand(shape)
 
 
 def placed(part: Tensor, axis: int, size: int, where: slice) -> Tensor:
     """A tensor of zeros that has the part at some places along an axis."""
-    (some,) = compact((part,), but=axis)
+    (some,) = compact((part,), but=(axis,))
     shape, full = list(some.shape), list(part.shape)
     shape[axis] = full[axis] = size
     found = some.new_zeros(shape)

@@ -25,7 +25,7 @@ AxesOf = Callable[[Record, Tensor, Callable[[Tensor], Tensor | None]], list[int]
 
 NOWHERE: Places = [], torch.Size(), lambda axis: None
 
-MOST = 1 << 22
+MOST_ENTRIES = 1 << 22
 """Up to how many numbers rows are looked at one by one."""
 
 
@@ -50,7 +50,7 @@ def picked_rows(behind: Behind, sure: bool) -> list[tuple[int, Tensor]]:
             return []
         return [a for a in found if n != count or rows_of(mat.movedim(1 + a, 1)) is None]
 
-    axes, shape, owners_along = by_form(behind, count, axes_of) or by_gradients(behind, count, axes_of)
+    axes, shape, owners_along = places_by_form(behind, count, axes_of) or places_by_gradients(behind, count, axes_of)
     if shape.numel() == count or (sure and count in shape):
         return []
     found = []
@@ -63,19 +63,19 @@ def picked_rows(behind: Behind, sure: bool) -> list[tuple[int, Tensor]]:
 
 def owners_in(places: Tensor, count: int, axis: int) -> Tensor | None:
     """The index along an axis of each of so many rows, of the row of every entry (-1: none)."""
-    (each,) = compact((places,), but=axis)
+    (each,) = compact((places,), but=(axis,))
     numbers = each.movedim(axis, 0)[..., None].flatten(1)
     return owners_of(numbers, torch.arange(len(numbers), device=numbers.device)[:, None].expand_as(numbers), count)
 
 
 def owners_of_each(reached: Tensor, axis: int) -> Tensor | None:
     """The same of entries `[count, ...]` that each row reaches."""
-    (each,) = compact((reached,), but=1 + axis)
+    (each,) = compact((reached,), but=(1 + axis,))
     there = each.movedim(1 + axis, 1)[..., None].flatten(2).any(2)
     return there.long().argmax(1) if bool((there.sum(1) == 1).all()) else None
 
 
-def by_form(behind: Behind, count: int, axes_of: AxesOf) -> Places | None:
+def places_by_form(behind: Behind, count: int, axes_of: AxesOf) -> Places | None:
     """Where so many rows come from as the graph and the data say that it has in it (`None`: they do not tell)."""
     weights = all_apart(count).to(where_known(behind))
     known = {behind.root: torch.arange(count, device=weights.device)}
@@ -90,7 +90,7 @@ def by_form(behind: Behind, count: int, axes_of: AxesOf) -> Places | None:
                 shape = columns.shape[1:]
                 if numbers is not None:
                     return axes, shape, partial(owners_in, numbers.view(some.shape[1:]).expand(shape), count)
-                each = None if count * some[0].numel() > MOST else one_by_one(behind, known, record, count)
+                each = None if count * some[0].numel() > MOST_ENTRIES else one_by_one(behind, known, record, count)
                 return None if each is None else (axes, shape, partial(owners_of_each, each))
             if rows is None:
                 return None
@@ -100,7 +100,7 @@ def by_form(behind: Behind, count: int, axes_of: AxesOf) -> Places | None:
     return NOWHERE
 
 
-def by_gradients(behind: Behind, count: int, axes_of: AxesOf) -> Places:
+def places_by_gradients(behind: Behind, count: int, axes_of: AxesOf) -> Places:
     """The same by gradients of the rows, with a few binary digits of their numbers at a time."""
     tolerance = tolerance_of(behind.records)
     rows_of = partial(decode, n=1 << DIGITS, tolerance=tolerance)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpk.plan.dependence import reached_entries
 from bpk.plan.graph import Source
-from bpk.plan.repeated import added
+from bpk.plan.repeated import added, compact
 from bpk.plan.samples.behind import Behind
 from bpk.plan.samples.findings import may_be_in
 from bpk.plan.survey import mixes
@@ -188,9 +188,7 @@ def moved(record: Record, columns: Tensor, weights: Tensor) -> Tensor | None:
 
 def labels(columns: Tensor, weights: Tensor) -> Tensor | None:
     """The sample `[R]` of each row of columns `[2, R, ...]` (-1: none), or `None` if one has entries of several."""
-    for axis in range(2, columns.dim()):
-        if columns.stride(axis) == 0 and columns.shape[axis] > 1:
-            columns = columns.narrow(axis, 0, 1)  # entries that are one and the same
+    (columns,) = compact((columns,), but=(0, 1))
     plain, weighted = columns[..., None].flatten(2)
     total = plain.sum(1)
     ratio = torch.where(total > 0, weighted.sum(1) / total, 0.0)
