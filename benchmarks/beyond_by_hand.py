@@ -17,7 +17,7 @@ from benchmarks.problems import Setup
 from benchmarks.quantities import QUANTITIES
 from bpk.extensions import ProjectedGrad
 from bpk.utils.ekfac import Eigenbasis
-from bpk.utils.projections import rows_of_matrix
+from bpk.utils.projections import blocks_of_matrix
 
 # torch.func
 
@@ -55,7 +55,8 @@ def projected(kind: str, k: int, kept: bool) -> Way:
         job = VmapJob(setup, QUANTITIES["BatchGrad"])
 
         def matrix(p: Tensor) -> Tensor:
-            return torch.cat(list(rows_of_matrix(kind, k, p.numel(), 0, p.detach())))
+            blocks = blocks_of_matrix(kind, k, p.shape, 0, p.detach())
+            return torch.cat([rows for _, rows in blocks], 1).flatten(1)
 
         known = [matrix(p) for p in setup.params] if kept else None
 
@@ -75,7 +76,7 @@ def factored(k: int) -> Way:
     def prepare(setup: Setup) -> Run:
         job, made = VmapJob(setup, QUANTITIES["BatchGrad"]), ProjectedGrad(k, "factored")
         sides = [made.factors(p.shape, p.detach()) if p.dim() > 1 else None for p in setup.params]
-        whole = [torch.cat(list(made.matrix(p.numel(), p.detach()))) if p.dim() < 2 else None for p in setup.params]
+        whole = [made.whole(p.shape, p.detach()) if p.dim() < 2 else None for p in setup.params]
 
         def run() -> list[Any]:
             found = []

@@ -15,7 +15,7 @@ import bpk
 from benchmarks.alternative import Job, Result
 from benchmarks.problems import Setup
 from bpk.extensions.backprop_extension import BackpropExtension
-from bpk.utils.projections import rows_of_matrix
+from bpk.utils.projections import blocks_of_matrix
 
 
 class Inapplicable(Exception):
@@ -171,9 +171,10 @@ def projections(setup: Setup, kind: str, k: int) -> list[Run]:
     """Drawing the numbers of the matrix, and its product with all rows."""
 
     def one(rows: Tensor) -> list[Any]:
-        return [rows @ part.T for part in rows_of_matrix(kind, k, rows.shape[1], 0, rows)]
+        blocks = blocks_of_matrix(kind, k, rows.shape[1:], 0, rows)
+        return [rows[:, some].flatten(1) @ part.flatten(1).T for some, part in blocks]
 
-    return [partial(one, rows.flatten(1)) for rows in gradients(setup, 1)]
+    return [partial(one, rows) for rows in gradients(setup, 1)]
 
 
 def eigenbases(setup: Setup) -> list[Callable[[], Any]]:

@@ -60,7 +60,7 @@ def main() -> None:
     check("sum_grad_squared", g.square().sum(0))
     check("variance", g.var(0, correction=0))
     agree("grad_gram, summed over both parameters", weight.grad_gram + bias.grad_gram, g @ g.T)
-    matrix = torch.cat(list(projected.matrix(weight.numel(), x)))  # random, and the same for a seed
+    matrix = projected.whole(weight.shape, x)  # random, and the same for a seed
     agree("projected_grad", weight.projected_grad, g[:, : weight.numel()] @ matrix.T)
     check("weighted_grad", g[y == 0].sum(0))
     check("clipped_grad", g.T @ (max_norm / n / g.norm(dim=1)).clamp(max=1))

@@ -40,7 +40,7 @@ def projected_gradients(
 
     def value(uses: Uses) -> Tensor:
         found = project.value(uses)
-        signs = entries("rademacher", 1, found.shape[1], generator("signs", project.seed, numbers[id(uses.parameter)]))
-        return found * signs.to(found)
+        source = generator("signs", project.seed, numbers[id(uses.parameter)])
+        return found * entries("rademacher", found.shape[1], source, found)
 
     return run(model, loss, OfGradients(FIELD, value))[FIELD]

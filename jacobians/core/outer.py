@@ -231,9 +231,8 @@ def along(outer: Outer, directions: Tensor) -> Tensor:
             if by_rows:
                 total[:, part] += linear(outer.rows(part, g).flatten(2), d.flatten(1)).transpose(0, 1)
                 continue
-            seen = torch.matmul(d.flatten(0, 1), wide(outer.patches(part)[:, g])).view(
-                part.stop - part.start, k, o * t
-            )  # [B, K, O T]
+            a = wide(outer.patches(part)[:, g])  # [B, I, T]
+            seen = linear(a.mT.flatten(0, 1), d.flatten(0, 1)).view(len(a), t, k, o)
             m = wide(outer.columns[:, part, g]).transpose(0, 1).flatten(2)  # [B, V, O T]
-            total[:, part] += times(m, seen.mT).transpose(0, 1)
+            total[:, part] += times(m, seen.permute(0, 3, 1, 2).flatten(1, 2)).transpose(0, 1)
     return total

@@ -11,8 +11,10 @@ from bpk.extensions.definition import Form, PlainAutograd
 from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.options import seeding
 from bpk.extensions.over_batches import Rows
+from bpk.fields.along_blocks import along_blocks
 from bpk.fields.statistics import Uses
-from bpk.utils.projections import Matrices, sides
+from bpk.jacobians.core.products import add_up
+from bpk.utils.projections import Block, Matrices, sides
 
 
 class Projecting:
@@ -34,23 +36,33 @@ class Projecting:
         p = uses.param
         if self.kind == "factored" and p.dim() > 1:
             return uses.projected(*self.factors(p.shape, p)).flatten(2)
-        return torch.cat([uses.along(rows.view(len(rows), *p.shape)) for rows in self.matrix(p.numel(), p)], 2)
+        return along_blocks(uses, self.matrix(p.shape, p))
 
     def of_gradients(self, gradients: Tensor, shape: torch.Size) -> Tensor:
         """`[..., k]`, of gradients `[..., P]` of a parameter of this shape."""
         if self.kind == "factored" and len(shape) > 1:
             left, right = self.factors(shape, gradients)
             return (left @ gradients.unflatten(-1, (shape[0], shape[1:].numel())) @ right.T).flatten(-2)
-        return torch.cat([gradients @ rows.T for rows in self.matrix(shape.numel(), gradients)], -1)
+        start, found = 0, list[Tensor]()
+        for _, rows in self.matrix(shape, gradients):
+            flat = rows.flatten(1)
+            found = [add_up([*found, gradients[..., start : start + flat.shape[1]] @ flat.T])]
+            start += flat.shape[1]
+        return found[0]
 
-    def matrix(self, width: int, like: Tensor) -> Iterable[Tensor]:
-        """`R` for so many entries."""
-        return self._matrices.rows(self.kind, self.sides[0] * self.sides[1], width, self.seed, like)
+    def whole(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """`R` `[k, P]` for the entries of a parameter of this shape."""
+        return torch.cat([rows.flatten(1) for _, rows in self.matrix(shape, like)], 1)
+
+    def matrix(self, shape: Sequence[int], like: Tensor) -> Iterable[Block]:
+        """The same in blocks `[k, ...]` of some indices of the first axis."""
+        return self._matrices.blocks(self.kind, self.sides[0] * self.sides[1], shape, self.seed, like)
 
     def factors(self, shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
         """`R_o` `[k_o, first axis]`, `R_i` `[k_i, others]`."""
         sizes = zip(self.sides, (shape[0], shape[1:].numel()), (self.seed, ~self.seed), strict=True)
-        left, right = (torch.cat(list(self._matrices.rows("gaussian", k, width, s, like))) for k, width, s in sizes)
+        blocks = [self._matrices.blocks("gaussian", k, (width,), s, like) for k, width, s in sizes]
+        left, right = (torch.cat([rows for _, rows in each], 1) for each in blocks)
         return left, right
 
 
@@ -58,9 +70,10 @@ class ProjectedGrad(Projecting, GradientExtension):
     """Random projections `[N, k]` of the individual gradients, per parameter, in the field `projected_grad`.
 
     `projected_grad[n] = R grad_batch[n].flatten()`, with entries of variance `1/k`, so that inner products of gradients
-    stay the same on average. `R` follows from the seed and the parameter's shape, and is made some rows at a time; a
-    small one is kept. `"factored"` has `R = kron(R_o, R_i)` over the first and the other axes of a parameter with two
-    axes or more: inputs and output gradients are projected by themselves. `bpk.projected_gradients` gives the
+    stay the same on average. `R` follows from the seed and the parameter's shape, and is made a block at a time; a
+    small one is kept. `"rademacher"` and `"sparse"` take a third of the time that normal numbers take to draw.
+    `"factored"` has `R = kron(R_o, R_i)` over the first and the other axes of a parameter with two axes or more: inputs
+    and output gradients are projected by themselves. `bpk.projected_gradients` gives the
     projection of the model's.
 
     Args:
