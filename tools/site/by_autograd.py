@@ -17,7 +17,7 @@ SQUARES = f"{GRADIENTS}    return gradients(p).square().sum(0)\n"
 VARIANCE = f"{GRADIENTS}    return gradients(p).var(0, correction=0)\n"
 INNER_PRODUCTS = f"{GRADIENTS}    return gradients(p).flatten(1) @ gradients(p).flatten(1).T\n"
 
-PROJECTED = f"""{GRADIENTS}    R = torch.cat(list(ProjectedGrad().matrix(p.numel(), p)))  # [64, P], from the seed
+PROJECTED = f"""{GRADIENTS}    R = ProjectedGrad().whole(p.shape, p)  # [64, P], from the seed
     return gradients(p).flatten(1) @ R.T
 """
 
