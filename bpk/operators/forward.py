@@ -39,23 +39,21 @@ class Forward(nn.Module):
             why, do = "it is called with the model and each batch", f"pass {example(needs_targets)}"
             raise refusal(name, f"forward={forward!r}, which is no function", why, do)
         self.model, self.name, self.needs_targets = model, name, needs_targets
-        self.says = (forward,)  # in a tuple, because a module would be taken for a part of this one
+        self.given = (forward,)  # in a tuple, because a module would be taken for a part of this one
 
     @property
     def takes_pairs(self) -> bool:
         """Whether batches are `(inputs, targets)`, because nothing else was said."""
-        return self.says[0] is None
+        return self.given[0] is None
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
         """The outputs, one tensor, and the targets, which are constant."""
-        (function,) = self.says
+        (function,) = self.given
         if function is None:
             z, y = of_pair(self.model, batch)
             if not isinstance(z, Tensor):
-                do = f"pass {example(self.needs_targets)}"
-                raise refusal(
-                    self.name, f"a model that returns {kind_of(z)}", "operators are defined for one output", do
-                )
+                why, do = "operators are defined for one output", f"pass {example(self.needs_targets)}"
+                raise refusal(self.name, f"a model that returns {kind_of(z)}", why, do)
             return z, y
         found = function(self.model, fresh(batch))
         if isinstance(found, Tensor) and not self.needs_targets:
