@@ -54,7 +54,7 @@ class KFAC(BlockDiagonal):
         diagonal_above: Factors with more rows than this are their diagonals (sparse), see `bpk.extensions.HBP`.
         forward: As for `GGN`.
         samples: `samples(batch)` says of which samples the rows of the loss are, where that is not plain, see
-            `bpk.backpack`: `A` is a mean over samples, and positions of a sample are summed.
+            `bpk.backpack`: `A` is a mean over samples.
 
     Attributes:
         factors: `[G, A]` or `[G]` by parameter; those that the loss does not depend on have none, and a block of zeros.
