@@ -152,6 +152,14 @@ class GGN(CurvatureOperator):
     ((9, 9), torch.Size([9, 5]))
     >>> {name: v.shape for name, v in (G @ dict(model.named_parameters())).items()}
     {'weight': torch.Size([3, 2]), 'bias': torch.Size([3])}
+
+    Of batches in any form:
+
+    >>> batches = [{"x": torch.ones(2, 2), "class": torch.tensor([0, 1])}, {"x": -torch.ones(1, 2), "class": [2]}]
+    >>> def forward(model, batch):
+    ...     return model(batch["x"]), torch.as_tensor(batch["class"])
+    >>> bpk.operators.GGN(model, loss_fn, batches, forward=forward)
+    GGN(9 x 9, torch.float32, cpu)
     """
 
     def of_batch(self, batch: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:

@@ -17,18 +17,12 @@ ForwardOf = Callable[[nn.Module, Any], Any]
 """`forward(model, batch)` gives `(outputs, targets)` of a batch; where there is no loss, outputs alone are enough."""
 
 
-def of_pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Outputs and targets of a batch `(inputs, targets)`."""
-    inputs, targets = batch
-    return model(inputs), targets
-
-
 class Forward(nn.Module):
     """Outputs and targets of a batch; a module, so that `functional_call` finds the model's parameters inside.
 
     Args:
         model: The model.
-        forward: How it is called (`None`: `of_pair`).
+        forward: How it is called (`None`: `model(inputs)` of a batch `(inputs, targets)`).
         name: Of the operator, for messages.
         needs_targets: Whether there is a loss, which takes them.
     """
@@ -38,24 +32,23 @@ class Forward(nn.Module):
         if forward is not None and not callable(forward):
             why, do = "it is called with the model and each batch", f"pass {example(needs_targets)}"
             raise refusal(name, f"forward={forward!r}, which is no function", why, do)
-        self.model, self.name, self.needs_targets = model, name, needs_targets
-        self.given = (forward,)  # in a tuple, because a module would be taken for a part of this one
+        self.model, self.function, self.name, self.needs_targets = model, forward, name, needs_targets
 
     @property
     def takes_pairs(self) -> bool:
         """Whether batches are `(inputs, targets)`, because nothing else was said."""
-        return self.given[0] is None
+        return self.function is None
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
         """The outputs, one tensor, and the targets, which are constant."""
-        (function,) = self.given
-        if function is None:
-            z, y = of_pair(self.model, batch)
+        if self.function is None:
+            inputs, y = batch
+            z = self.model(inputs)
             if not isinstance(z, Tensor):
                 why, do = "operators are defined for one output", f"pass {example(self.needs_targets)}"
                 raise refusal(self.name, f"a model that returns {kind_of(z)}", why, do)
             return z, y
-        found = function(self.model, fresh(batch))
+        found = self.function(self.model, fresh(batch))
         if isinstance(found, Tensor) and not self.needs_targets:
             found = found, None
         if not isinstance(found, (tuple, list)) or len(found) != 2 or not isinstance(found[0], Tensor):

@@ -21,7 +21,7 @@ from tests.bpk.operators.test_operators_elsewhere import Checkpointed, Cubed
 CURVATURE = ["GGN", "Hessian", "Fisher", "EmpiricalFisher", "KFAC"]
 
 
-class Encoding(UserDict):  # type: ignore[type-arg]
+class Encoding(UserDict):
     """What tokenizers return: a mapping that is no dictionary, with attributes, and that moves itself."""
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +77,7 @@ def cut(batch: dict[str, Tensor], kind: Callable[[dict[str, Tensor]], Any]) -> l
 
 
 def reference(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return matrices(Flat(model, tagged), nn.CrossEntropyLoss(), batch, batch["labels"].flatten())  # type: ignore[arg-type]
+    return matrices(Flat(model, tagged), nn.CrossEntropyLoss(), batch, batch["labels"].flatten())
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_empirical_fisher_and_fisher(tagger: nn.Module) -> None:
 def test_factors(tagger: nn.Module, data: str) -> None:
     """Those of the last layer: `G` is the block of its bias, and `A` the mean over sentences of sums over words."""
     batch, seen = sentences(), list[Tensor]()
-    with tagger.head.register_forward_hook(lambda layer, args, out: seen.append(args[0].detach().flatten(0, 1))):  # type: ignore[operator, union-attr]
+    with tagger.head.register_forward_hook(lambda layer, args, out: seen.append(args[0].detach().flatten(0, 1))):
         want = reference(tagger, batch)["GGN"][-3:, -3:]
     K = operators.KFAC(
         tagger, nn.CrossEntropyLoss(), cut(batch, Encoding) if data == "batches" else Encoding(batch), forward=tagged
@@ -191,7 +191,7 @@ def test_models_of_two_inputs(name: str) -> None:
         def forward(self, both: Any) -> Tensor:
             return self.model(*both)[0]
 
-    want = matrices(Whole(), loss_fn, (x, y), t)[name]  # type: ignore[arg-type]
+    want = matrices(Whole(), loss_fn, (x, y), t)[name]
     for data in ((x, y, t), [[x, y, t]], [(x[:2], y[:2], t[:2]), (x[2:], y[2:], t[2:])]):
         A = getattr(operators, name)(model, loss_fn, data, forward=forward)
         torch.testing.assert_close(A.to_dense(), want)
@@ -202,7 +202,7 @@ def test_outputs_alone_are_enough_for_the_jacobian(tagger: nn.Module) -> None:
     del batch["labels"]
     J = operators.Jacobian(tagger, None, cut(batch, dict), forward=lambda model, b: model(**b).logits)
     assert J.out_shapes == {"output": (6, 3, 3)}
-    want = matrices(Flat(tagger, lambda model, b: (model(**b).logits, None)), nn.MSELoss(), batch, torch.zeros(6, 3, 3))  # type: ignore[arg-type]
+    want = matrices(Flat(tagger, lambda model, b: (model(**b).logits, None)), nn.MSELoss(), batch, torch.zeros(6, 3, 3))
     torch.testing.assert_close(J.to_dense(), want["Jacobian"])
 
 
@@ -219,7 +219,7 @@ def test_without_forward_mode_and_with_checkpoints(kind: type[nn.Module], chunk_
     jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
     of_loss = torch.autograd.functional.hessian(lambda z: loss_fn(z, y), z.detach()).reshape(12, 12)
     if kind is Checkpointed:
-        model.again = True  # type: ignore[assignment]
+        model.again = True
     data = {"inputs": inputs, "labels": y}
     for name, want in (("Jacobian", jacobian), ("GGN", jacobian.T @ of_loss @ jacobian)):
         A = getattr(operators, name)(
@@ -252,6 +252,23 @@ def test_batches_and_the_model_stay_as_they_are(tagger: nn.Module, name: str, ki
     assert inner == [id(batch.data) for batch in data if isinstance(batch, Encoding)]
     assert all(before[key] is p and p.grad is None for key, p in tagger.named_parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in tagger.modules())
+
+
+def test_a_module_that_calls_the_model_in_itself() -> None:
+    """Its own parameters are no columns."""
+
+    class Around(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.scale = model, nn.Parameter(torch.tensor(2.0, dtype=DOUBLE))
+
+        def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            return self.scale * self.inner(batch["x"]), batch["y"]
+
+    model, x = nn.Linear(3, 2, bias=False).to(DOUBLE), torch.randn(4, 3, dtype=DOUBLE)
+    data = {"x": x, "y": torch.zeros(4, 2, dtype=DOUBLE)}
+    A = operators.GGN(model, nn.MSELoss(reduction="sum"), data, forward=Around(model))
+    torch.testing.assert_close(A.to_dense(), 8 * torch.block_diag(x.T @ x, x.T @ x))
 
 
 def test_extended_models(tagger: nn.Module) -> None:

@@ -91,7 +91,7 @@ def test_factors_count_samples(problem: Problem, one: bool) -> None:
     """`A` is a mean over samples, not over steps, which come first; `G` is the block of the bias all the same."""
     model, data = problem
     data, seen = data[:1] if one else data, list[Tensor]()
-    with model.last.register_forward_hook(lambda layer, args, out: seen.append(args[0].detach())):  # type: ignore[operator, union-attr]
+    with model.last.register_forward_hook(lambda layer, args, out: seen.append(args[0].detach())):
         logits = torch.cat([flat(model, batch)[0] for batch in data]).detach()
     counts = torch.cat([batch["y"].flatten() for batch in data]) >= 0
     p = logits.softmax(1)[counts]
