@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bpk.jacobians.core.errors import type_error, value_error
-from bpk.jacobians.core.nested import held_by, is_instance, tensors_in
+from bpk.jacobians.core.nested import held_by, is_instance, mapped, tensors_in
 
 StepOf = Callable[[nn.Module, nn.Module, Any], Tensor]
 """`step(model, loss_fn, batch)` gives the loss of a batch."""
@@ -155,10 +155,11 @@ def rows_of(batch: Any) -> int | None:
 
 def moved(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on a device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Tensor):  # a copy to the processor that is under way would be read as it is
+        return batch.to(device, non_blocking=device.type != "cpu")
     if callable(getattr(batch, "to", None)):  # packed sequences, encodings, graphs: they know what of them moves
-        return batch.to(device)
+        own = mapped(batch, lambda part: part) if isinstance(batch, MutableMapping) else batch
+        return own.to(device)  # encodings move themselves: those of a list would all stay on the device
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Curvature of a loss on a data set: Hessian, GGN, Fisher and empirical Fisher."""
+"""Curvature of a loss on a data set: Hessian and GGN."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bpk.extensions.options import positive, seeding
+from bpk.extensions.options import positive
 from bpk.extensions.over_batches import Size
 from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.side_by_side import concatenated
 from bpk.jacobians.second_order.graph import products
 from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, pull_through, with_tangents
+from bpk.operators.forward import ForwardOf
 from bpk.operators.kernels import computing
 from bpk.operators.linear import SymmetricOperator
 from bpk.operators.loss_at import LossAt
@@ -35,14 +36,18 @@ class CurvatureOperator(SymmetricOperator):
         model: Called as `model(inputs)`, gives one tensor; extended by `bpk` or not. In eval mode, if it has dropout
             or BatchNorm.
         loss_fn: A module, called as `loss_fn(output, targets)`.
-        loader: Batches `(inputs, targets)` that can be passed repeatedly, or one batch as a tuple.
+        loader: Batches `(inputs, targets)`, or what `forward` takes, that can be passed repeatedly; or one batch, as a
+            tuple or a mapping.
         blocks: `"whole"`, or block-diagonal by `"layer"` (the module that holds parameters) or by `"parameter"`.
         check_deterministic: Whether to compare two passes over the data first (two forward passes).
         chunk_size: How many vectors travel together.
+        forward: `forward(model, batch)` gives `(outputs, targets)` of a batch of any form, with tensors on the model's
+            device (default: `model(inputs), targets` of pairs). Rows of the outputs count as samples.
 
     Raises:
         ValueError: For random models, BatchNorm in training mode, models that return more than a tensor, loaders that
-            give other data the second time, or can be used once only.
+            give other data the second time, or can be used once only; for batches that are no pairs without `forward`,
+            and where that returns something else than outputs and targets.
     """
 
     power = 1
@@ -56,15 +61,16 @@ class CurvatureOperator(SymmetricOperator):
         blocks: Blocks = "whole",
         check_deterministic: bool = True,
         chunk_size: int = AT_ONCE,
+        forward: ForwardOf | None = None,
     ) -> None:
-        self.problem = Problem(model, loss_fn, loader, type(self).__name__, check_deterministic)
+        self.problem = Problem(model, loss_fn, loader, type(self).__name__, check_deterministic, forward)
         self.in_shapes = self.out_shapes = {name: p.shape for name, p in self.problem.params.items()}
         self.dtype, self.device = self.problem.dtype, self.problem.device
         self.blocks = blocked(list(self.in_shapes), blocks)
         self.chunk_size = positive("chunk_size", chunk_size)
 
     @abstractmethod
-    def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
+    def of_batch(self, batch: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
         """The weighted product with one block of parameters, of the loss of one batch."""
 
     def product(self, mats: list[Tensor]) -> list[Tensor]:
@@ -73,8 +79,8 @@ class CurvatureOperator(SymmetricOperator):
         vectors = dict(zip(self.in_shapes, mats, strict=True))
         self.restart()
         with computing(self.problem.still()):
-            for x, y in self.problem.batches():
-                found, loss = self.of_whole_batch(x, y, vectors)
+            for batch in self.problem.batches():
+                found, loss = self.of_whole_batch(batch, vectors)
                 if self.problem.single:
                     return [found[name] for name in self.in_shapes]
                 whole = loss.size if whole is None else whole + loss.size
@@ -92,7 +98,7 @@ class CurvatureOperator(SymmetricOperator):
     def restart(self) -> None:
         """A product begins."""
 
-    def of_whole_batch(self, x: Any, y: Any, vectors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LossAt]:
+    def of_whole_batch(self, batch: Any, vectors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LossAt]:
         """All blocks, a few vectors at a time."""
         found: dict[str, list[Tensor]] = {name: [] for name in vectors}
         count = len(next(iter(vectors.values())))
@@ -100,7 +106,7 @@ class CurvatureOperator(SymmetricOperator):
             for block in self.blocks:
                 params = {name: self.problem.params[name] for name in block}
                 mats = [vectors[name][begin : begin + self.chunk_size] for name in block]
-                parts, loss = self.of_batch(x, y, params, mats)
+                parts, loss = self.of_batch(batch, params, mats)
                 for name, part in zip(block, parts, strict=True):
                     found[name].append(part)
         return {name: concatenated(parts) for name, parts in found.items()}, loss
@@ -118,9 +124,9 @@ class Hessian(CurvatureOperator):
     tensor([1.5000, 1.5000])
     """
 
-    def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
+    def of_batch(self, batch: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
         assert self.problem.loss_fn is not None
-        z = evaluate(self.problem.model, x)
+        z, y = evaluate(self.problem.forward, batch)
         with torch.enable_grad():
             loss = LossAt(self.problem.loss_fn, z, y)
             value = self.problem.loss_fn(z, y) * self.weight(loss)
@@ -146,91 +152,30 @@ class GGN(CurvatureOperator):
     ((9, 9), torch.Size([9, 5]))
     >>> {name: v.shape for name, v in (G @ dict(model.named_parameters())).items()}
     {'weight': torch.Size([3, 2]), 'bias': torch.Size([3])}
+
+    Of batches in any form:
+
+    >>> batches = [{"x": torch.ones(2, 2), "class": torch.tensor([0, 1])}, {"x": -torch.ones(1, 2), "class": [2]}]
+    >>> def forward(model, batch):
+    ...     return model(batch["x"]), torch.as_tensor(batch["class"])
+    >>> bpk.operators.GGN(model, loss_fn, batches, forward=forward)
+    GGN(9 x 9, torch.float32, cpu)
     """
 
-    def of_batch(self, x: Any, y: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
+    def of_batch(self, batch: Any, params: Mapping[str, Tensor], mats: list[Tensor]) -> tuple[list[Tensor], LossAt]:
         assert self.problem.loss_fn is not None
-        z, tangents = with_tangents(self.problem.model, x, params, mats)
+        z, y, tangents = with_tangents(self.problem.forward, batch, params, mats)
         if not z.dim():
             why = "the matrix is a sum over samples, which are the rows of the output"
             do = "return one number per sample, or use Hessian"
             raise self.problem.refused("a model whose output has no batch axis", why, do)
         loss = LossAt(self.problem.loss_fn, z, y)
         columns = self.curve(loss, tangents) * self.weight(loss)
-        return pull_through(self.problem.model, x, z, params, columns), loss
+        return pull_through(self.problem.forward, batch, z, params, columns), loss
 
     def curve(self, loss: LossAt, tangents: Tensor) -> Tensor:
         """The middle factor times tangents `[K, N, *out]`."""
         return loss.hessian(tangents)
-
-
-class Fisher(GGN):
-    """The Fisher information, estimated: the GGN with `M` sampled gradients per sample in place of `H_n`.
-
-    `H_n` becomes `S_n S_n^T / M`, with `S_n` gradients at targets drawn from the model's own prediction; the
-    expectation is the Fisher, which is the GGN for the losses of `torch.nn` that are log-likelihoods. Every product
-    uses the same draws, if the loader gives the same batches in the same order.
-
-    Args:
-        mc_samples: Draws `M` per sample.
-        seed: Of the draws.
-        others: As for all these matrices, see `CurvatureOperator`.
-
-    Source: Kunstner, Balles, Hennig (2019), Limitations of the empirical Fisher approximation, section 2.
-
-    >>> import torch, bpk
-    >>> model, loss_fn = torch.nn.Linear(2, 3), torch.nn.CrossEntropyLoss()
-    >>> data = (torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))
-    >>> F, G = bpk.operators.Fisher(model, loss_fn, data, mc_samples=20000), bpk.operators.GGN(model, loss_fn, data)
-    >>> torch.allclose(F.to_dense(), G.to_dense(), atol=0.01)
-    True
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: nn.Module,
-        loader: Loader,
-        mc_samples: int = 1,
-        seed: int = 0,
-        blocks: Blocks = "whole",
-        check_deterministic: bool = True,
-        chunk_size: int = AT_ONCE,
-    ) -> None:
-        super().__init__(model, loss_fn, loader, blocks, check_deterministic, chunk_size)
-        self.mc_samples, self.seed = positive("mc_samples", mc_samples), seeding(seed)
-
-    def restart(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.seed)
-
-    def of_whole_batch(self, x: Any, y: Any, vectors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LossAt]:
-        drawn = torch.randint(2**62, (), generator=self.generator, device="cpu")
-        self.draws = int(drawn)  # the same for all blocks and chunks
-        return super().of_whole_batch(x, y, vectors)
-
-    def curve(self, loss: LossAt, tangents: Tensor) -> Tensor:
-        return loss.sampled(tangents, self.mc_samples, self.draws)
-
-
-class EmpiricalFisher(GGN):
-    """The sum over samples of outer products of gradients, `sum_n g_n g_n^T / D`.
-
-    `g_n` is the gradient of the terms of the loss that belong to row `n` of the model's output, without the divisor
-    `D` of the loss (1 for a loss that sums). Curvlinops' `EFLinearOperator` is the same.
-
-    Source: Kunstner, Balles, Hennig (2019), Limitations of the empirical Fisher approximation.
-
-    >>> import torch, bpk
-    >>> model, loss_fn = torch.nn.Linear(1, 1, bias=False), torch.nn.MSELoss(reduction="sum")
-    >>> x, y = torch.tensor([[1.0], [2.0]]), model(torch.tensor([[1.0], [2.0]])).detach() + 1
-    >>> bpk.operators.EmpiricalFisher(model, loss_fn, (x, y)).to_dense()  # (2 * 1)^2 + (2 * 2)^2
-    tensor([[20.]])
-    """
-
-    power = 2
-
-    def curve(self, loss: LossAt, tangents: Tensor) -> Tensor:
-        return loss.empirical(tangents)
 
 
 def blocked(names: list[str], blocks: str) -> list[list[str]]:

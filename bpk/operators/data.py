@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from bpk.context import disable
-from bpk.jacobians.core.errors import value_error
-from bpk.jacobians.core.numeric import tracked
+from bpk.operators.forward import Forward, ForwardOf, example, kind_of, refusal, there
 from bpk.operators.kernels import exact_kernels
 from bpk.operators.loss_at import LossAt
 
-Loader = Iterable[tuple[Any, Any]] | tuple[Any, Any]
-"""Batches of inputs and targets, in an order that may change from pass to pass; or one batch `(inputs, targets)`."""
+Loader = Iterable[Any] | tuple[Any, ...] | Mapping[str, Any]
+"""Batches, in an order that may change from pass to pass; or one batch, as a tuple or a mapping."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -28,15 +26,22 @@ class Problem:
     """What operators are made of.
 
     Args:
-        model: Called as `model(inputs)`; gives one tensor.
+        model: Called as `model(inputs)`, or as `forward` says; gives one tensor.
         loss_fn: Called as `loss_fn(output, targets)`, or `None`.
-        loader: The batches; or one, as a tuple.
+        loader: The batches; or one, as a tuple or a mapping.
         name: Of the operator, for messages.
         check_deterministic: Whether to see that model and loader give the same twice.
+        forward: Gives outputs and targets of a batch.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: nn.Module | None, loader: Loader, name: str, check_deterministic: bool
+        self,
+        model: nn.Module,
+        loss_fn: nn.Module | None,
+        loader: Loader,
+        name: str,
+        check_deterministic: bool,
+        forward: ForwardOf | None = None,
     ) -> None:
         self.model, self.loss_fn, self.name = model, loss_fn, name
         if not isinstance(model, nn.Module):
@@ -44,15 +49,12 @@ class Problem:
             raise self.refused(f"{kind_of(model)} as model, which is no module", why, "pass an nn.Module")
         if loss_fn is None and name != "Jacobian":
             raise self.refused("no loss", "the curvature is that of one", "pass nn.CrossEntropyLoss()")
-        if not isinstance(loader, Iterable):
+        self.forward = Forward(model, forward, name, loss_fn is not None)
+        if not isinstance(loader, Iterable) or isinstance(loader, Tensor):
             why = "it gives the batches"
             do = "pass a DataLoader, a list of batches, or one batch (inputs, targets)"
             raise self.refused(f"{kind_of(loader)} as loader", why, do)
-        if is_batch(loader) and all(isinstance(part, (tuple, list)) and len(part) == 2 for part in loader):
-            why = "it may be one batch (inputs, targets), or two batches that are pairs"  # tuple(loader)
-            do = "pass [(inputs, targets)] for one batch, a list of batches for two"
-            raise self.refused("a tuple of two pairs, at least one of them a list", why, do)
-        self.loader: Iterable[tuple[Any, Any]] = [loader] if is_batch(loader) else loader  # type: ignore[list-item]
+        self.loader: Iterable[Any] = [loader] if self.is_batch(loader) else loader
         self.single = isinstance(self.loader, Sequence) and len(self.loader) == 1
         self.params = {key: p for key, p in model.named_parameters() if p.requires_grad}
         if loss_fn is not None and not isinstance(loss_fn, nn.Module):
@@ -73,23 +75,40 @@ class Problem:
         self.heavy = convolves or sum(p.numel() for p in self.params.values()) >= HEAVY
         first = next(iter(self.params.values()))
         self.dtype, self.device = first.dtype, first.device
-        self.checks, self.modes = check_deterministic, self.modes_now()
+        self.checks, self.modes, self.has_graph = check_deterministic, self.modes_now(), False
         if check_deterministic:
             self.check()
 
     def refused(self, what: str, why: str, do: str) -> ValueError:
         """The error for what no operator can be made of."""
-        return value_error(f"{self.name}(...) got {what}.", f"{why}.", f"{do}.")
+        return refusal(self.name, what, why, do)
 
-    def batches(self) -> Iterator[tuple[Any, Any]]:
-        """Inputs and targets on the model's device."""
+    def is_batch(self, loader: Iterable[Any]) -> bool:
+        """Whether this is one batch, not several; two tuples are two pairs, though each could be inputs or targets."""
+        if not isinstance(loader, tuple):
+            return isinstance(loader, Mapping)
+        if not self.forward.takes_pairs:
+            if any(isinstance(part, Tensor) for part in loader):
+                return True
+            why, do = "it may be one batch, or several", "pass [batch] for one batch, a list of batches for several"
+            raise self.refused("a tuple without a tensor in it, beside forward=", why, do)
+        if len(loader) != 2 or all(isinstance(part, tuple) for part in loader):
+            return False
+        if all(isinstance(part, (tuple, list)) and len(part) == 2 for part in loader):
+            why = "it may be one batch (inputs, targets), or two batches that are pairs"  # tuple(loader)
+            do = "pass [(inputs, targets)] for one batch, a list of batches for two"
+            raise self.refused("a tuple of two pairs, at least one of them a list", why, do)
+        return True
+
+    def batches(self) -> Iterator[Any]:
+        """The batches, on the model's device."""
         number = -1
         for number, batch in enumerate(self.loader):
-            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            if self.forward.takes_pairs and (not isinstance(batch, (tuple, list)) or len(batch) != 2):
                 what = f"{type(batch).__name__} as batch {number}"
-                do = "pass batches of pairs, or one batch as a tuple (inputs, targets)"
-                raise self.refused(what, "a batch is a pair (inputs, targets)", do)
-            yield tuple(tree_map(lambda x: tracked(x).to(self.device) if isinstance(x, Tensor) else x, tuple(batch)))
+                do = f"pass batches of pairs (one batch as a tuple), or {example(self.loss_fn is not None)}"
+                raise self.refused(what, "a batch is a pair (inputs, targets) where nothing else is said", do)
+            yield there(batch, self.device)
         if number < 0:
             why, do = "a mean over no data is not defined", "pass a DataLoader or a list, not an exhausted iterator"
             raise self.refused("a loader without batches", why, do)
@@ -129,6 +148,9 @@ class Problem:
                 b.copy_(before[key])
                 why = "products would depend on how often they are computed"
                 raise self.refused(f"a model whose forward pass changes the buffer '{key}'", why, "call model.eval()")
+        if not self.has_graph:
+            why, do = "all derivatives are zero", "leave out torch.no_grad() and detach()"
+            raise self.refused("a model whose outputs have no graph that leads to trained parameters", why, do)
         if not close(first, second, self.dtype):
             why = f"the sums of outputs and losses over two passes differ ({first.tolist()}, {second.tolist()})"
             do = "turn off random augmentation and drop_last; shuffling alone is fine"
@@ -137,11 +159,12 @@ class Problem:
     def seen(self, twice: bool) -> Tensor:
         """Sums over all batches, of squared outputs and of losses; or a refusal of a model that is random."""
         total = torch.zeros(2, dtype=torch.float64, device="cpu")
-        for x, y in self.batches():
-            z = self.output(x)
-            if twice and not close(z, self.predict(x), z.dtype, float(z.abs().max()) if z.numel() else 0.0):
+        for batch in self.batches():
+            z, y = self.predict(batch)
+            if twice and not self.repeats(batch, z):
                 why = "it draws random numbers (dropout), so that no two products belong to the same matrix"
-                raise self.refused("a model that gives two results for one input", why, "call model.eval()")
+                own = "" if self.forward.takes_pairs else ", and change no tensors of the batch in forward="
+                raise self.refused("a model that gives two results for one input", why, f"call model.eval(){own}")
             twice = False
             total[0] += z.double().square().sum().cpu()
             if self.loss_fn is not None:
@@ -149,29 +172,18 @@ class Problem:
                 total[1] += loss.value.double().cpu() * (1 if self.single else loss.size.weight(1))
         return total
 
-    def output(self, x: Any) -> Tensor:
-        """The same, if it is one tensor."""
-        z = self.predict(x)
-        if not isinstance(z, Tensor):
-            why = "operators are defined for one output"
-            raise self.refused(f"a model that returns {kind_of(z)}", why, "wrap it, so that it gives a tensor")
-        return z
+    def repeats(self, batch: Any, z: Tensor) -> bool:
+        """Whether the batch has this output again."""
+        again, _ = self.predict(batch)
+        scale = float(z.abs().max()) if z.numel() else 0.0
+        return again.shape == z.shape and close(z, again, z.dtype, scale)
 
-    def predict(self, x: Any) -> Any:
-        """What the model returns, without its graph, which is there meanwhile: it may ask for gradients itself."""
+    def predict(self, batch: Any) -> tuple[Tensor, Any]:
+        """Outputs without their graph, which is there meanwhile: a model may ask for gradients itself; and targets."""
         with torch.enable_grad():
-            z = self.model(x)
-        return z.detach() if isinstance(z, Tensor) else z
-
-
-def kind_of(thing: object) -> str:
-    """What something is, in words."""
-    return f"the class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
-
-
-def is_batch(loader: Any) -> bool:
-    """Whether this is one batch, not several; two tuples are two batches, though each could be inputs or targets."""
-    return isinstance(loader, tuple) and len(loader) == 2 and not all(isinstance(part, tuple) for part in loader)
+            z, y = self.forward(batch)
+        self.has_graph |= z.requires_grad
+        return z.detach(), y
 
 
 def same(a: Tensor, b: Tensor) -> bool:

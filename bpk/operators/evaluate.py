@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_mode
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import CheckpointError
 
@@ -16,26 +16,29 @@ from bpk.jacobians.core.again import with_tied
 from bpk.jacobians.core.numeric import placeholder
 from bpk.jacobians.second_order.graph import products
 from bpk.jacobians.second_order.stand_ins import ForwardMode
+from bpk.operators.forward import Forward
 
 Parameters = Mapping[str, Tensor]
 
 
-def evaluate(model: nn.Module, x: Any) -> Tensor:
-    """The output, with its graph."""
+def evaluate(forward: Forward, batch: Any) -> tuple[Tensor, Any]:
+    """The output, with its graph, and the targets."""
     with torch.enable_grad():
-        return model(x)
+        return forward(batch)
 
 
-def with_tangents(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The output with its graph, and `J m_k`, see `push`; of one vector in the same forward pass."""
+def with_tangents(
+    forward: Forward, batch: Any, params: Parameters, mats: Sequence[Tensor]
+) -> tuple[Tensor, Any, Tensor]:
+    """The output with its graph, the targets, and `J m_k`, see `push`; of one vector in the same forward pass."""
     if len(mats[0]) == 1:
         with suppress(NotImplementedError, RuntimeError), ForwardMode():  # what else was wrong is raised again
-            return push_one(model, x, params, mats, graph=True)
-    z = evaluate(model, x)
-    return z, push(model, x, params, mats, z)
+            return push_one(forward, batch, params, mats, graph=True)
+    z, y = evaluate(forward, batch)
+    return z, y, push(forward, batch, params, mats, z)
 
 
-def push(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], z: Tensor | None = None) -> Tensor:
+def push(forward: Forward, batch: Any, params: Parameters, mats: Sequence[Tensor], z: Tensor | None = None) -> Tensor:
     """`J m_k` `[K, *out]` for columns `[K, *p]` of these parameters.
 
     Tangents go along with the forward pass (forward mode); where a function has no derivative in forward mode,
@@ -43,28 +46,31 @@ def push(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], z
     """
     with suppress(NotImplementedError, RuntimeError), ForwardMode():
         one = len(mats[0]) == 1
-        return push_one(model, x, params, mats, graph=False)[1] if one else push_several(model, x, params, mats)
-    return push_backwards(evaluate(model, x) if z is None else z, params, mats)
+        if one:
+            return push_one(forward, batch, params, mats, graph=False)[2]
+        return push_several(forward, batch, params, mats)
+    return push_backwards(evaluate(forward, batch)[0] if z is None else z, params, mats)
 
 
 def push_one(
-    model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor], graph: bool
-) -> tuple[Tensor, Tensor]:
-    """One vector: output and tangent in the same forward pass."""
-    every = {} if graph else constant(model)
+    forward: Forward, batch: Any, params: Parameters, mats: Sequence[Tensor], graph: bool
+) -> tuple[Tensor, Any, Tensor]:
+    """One vector: output, targets and tangent in the same forward pass."""
+    every = {} if graph else constant(forward)
     with forward_mode.dual_level(), torch.enable_grad():  # where the model disables it, values are constant
         values = params if graph else {name: every[name] for name in params}
         duals = {name: forward_mode.make_dual(p, m[0]) for (name, p), m in zip(values.items(), mats, strict=True)}
-        z, tangent = forward_mode.unpack_dual(with_values(model, every | duals, x))
-    return z, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
+        dual, y = with_values(forward, every | duals, batch)
+        z, tangent = forward_mode.unpack_dual(dual)
+    return z, y, torch.zeros_like(z)[None] if tangent is None else tangent.detach()[None]
 
 
-def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
+def push_several(forward: Forward, batch: Any, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
     """Several vectors: one forward pass carries all tangents."""
-    every = constant(model)
+    every = constant(forward)
 
-    def output(*values: Tensor) -> Any:
-        return with_values(model, every | dict(zip(params, values, strict=True)), x)
+    def output(*values: Tensor) -> Tensor:
+        return with_values(forward, every | dict(zip(params, values, strict=True)), batch)[0]
 
     def tangent(*columns: Tensor) -> Tensor:
         return jvp(output, tuple(every[name] for name in params), columns)[1]
@@ -73,14 +79,15 @@ def push_several(model: nn.Module, x: Any, params: Parameters, mats: Sequence[Te
         return vmap(tangent, randomness="error")(*mats).detach()
 
 
-def with_values(model: nn.Module, values: Parameters, x: Any) -> Any:
-    """What the model gives with other values in the place of parameters, wherever layers hold them."""
-    return functional_call(model, with_tied(model, values), (x,), tie_weights=False)
+def with_values(forward: Forward, values: Parameters, batch: Any) -> tuple[Tensor, Any]:
+    """Output and targets with other values in the place of the model's parameters, wherever layers hold them."""
+    named = {f"model.{name}": value for name, value in with_tied(forward.model, values).items()}
+    return functional_call(forward, named, (batch,), tie_weights=False)
 
 
-def constant(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters by name, so that no graph is built."""
-    return {name: p.detach() for name, p in model.named_parameters()}
+def constant(forward: Forward) -> dict[str, Tensor]:
+    """All parameters of the model by name, so that no graph is built."""
+    return {name: p.detach() for name, p in forward.model.named_parameters()}
 
 
 def push_backwards(z: Tensor, params: Parameters, mats: Sequence[Tensor]) -> Tensor:
@@ -109,7 +116,7 @@ def pull(
     ]
 
 
-def pull_through(model: nn.Module, x: Any, z: Tensor, params: Parameters, columns: Tensor) -> list[Tensor]:
+def pull_through(forward: Forward, batch: Any, z: Tensor, params: Parameters, columns: Tensor) -> list[Tensor]:
     """`pull` from the output `z` that came with tangents.
 
     A checkpoint that saw them runs its part of the model again without them, and does not find what it saved: the
@@ -118,4 +125,4 @@ def pull_through(model: nn.Module, x: Any, z: Tensor, params: Parameters, column
     try:
         return pull([z], params, [columns])
     except CheckpointError:
-        return pull([evaluate(model, x)], params, [columns])
+        return pull([evaluate(forward, batch)[0]], params, [columns])

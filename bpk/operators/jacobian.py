@@ -12,6 +12,7 @@ from bpk.extensions.options import positive
 from bpk.operators.curvature import AT_ONCE
 from bpk.operators.data import Loader, Problem
 from bpk.operators.evaluate import evaluate, pull, push
+from bpk.operators.forward import ForwardOf
 from bpk.operators.kernels import computing
 from bpk.operators.linear import Adjoint, LinearOperator
 
@@ -25,9 +26,10 @@ class Jacobian(LinearOperator):
     Args:
         model: As for `GGN`.
         loss_fn: Not used; there so that all operators are made alike. May be `None`.
-        loader: Batches `(inputs, anything)`, or one as a tuple.
+        loader: Batches `(inputs, anything)`, or what `forward` takes; or one, as a tuple or a mapping.
         check_deterministic: Whether to compare two passes over the data first.
         chunk_size: How many vectors travel together.
+        forward: As for `GGN`; may give the outputs alone.
 
     >>> import torch, bpk
     >>> model = torch.nn.Linear(2, 3)
@@ -43,13 +45,14 @@ class Jacobian(LinearOperator):
         loader: Loader,
         check_deterministic: bool = True,
         chunk_size: int = AT_ONCE,
+        forward: ForwardOf | None = None,
     ) -> None:
-        self.problem = Problem(model, None, loader, "Jacobian", check_deterministic)
+        self.problem = Problem(model, None, loader, "Jacobian", check_deterministic, forward)
         self.in_shapes = {name: p.shape for name, p in self.problem.params.items()}
         self.dtype, self.device = self.problem.dtype, self.problem.device
         self.chunk_size = positive("chunk_size", chunk_size)
         with disable():
-            shapes = [self.problem.output(x).shape for x, _ in self.problem.batches()]
+            shapes = [self.problem.predict(batch)[0].shape for batch in self.problem.batches()]
         if not all(shapes):
             why = "each row of the matrix belongs to a sample"
             raise self.problem.refused("a model whose output has no batch axis", why, "return one number per sample")
@@ -62,8 +65,8 @@ class Jacobian(LinearOperator):
     def product(self, mats: list[Tensor]) -> list[Tensor]:
         with computing(self.problem.still()):
             found = [
-                torch.cat([push(self.problem.model, x, self.problem.params, part) for part in self.chunks(mats)])
-                for x, _ in self.problem.batches()
+                torch.cat([push(self.problem.forward, batch, self.problem.params, m) for m in self.chunks(mats)])
+                for batch in self.problem.batches()
             ]
         return [torch.cat(found, 1)]
 
@@ -72,8 +75,8 @@ class Jacobian(LinearOperator):
         total: list[Tensor] | None = None
         begin = 0
         with computing(self.problem.still()):
-            for x, _ in self.problem.batches():
-                z = evaluate(self.problem.model, x)
+            for batch in self.problem.batches():
+                z, _ = evaluate(self.problem.forward, batch)
                 rows = mats[0][:, begin : begin + len(z)]
                 parts = [pull([z], self.problem.params, part) for part in self.chunks([rows])]
                 found = [torch.cat(part) for part in zip(*parts, strict=True)]

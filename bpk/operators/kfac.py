@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bpk.dataset import accumulate
+from bpk.dataset.watched import SamplesOf
 from bpk.distributed.processes import are_there
 from bpk.distributed.statistics import share_orders
 from bpk.extensions.secondorder.hbp import kfac_or_kflr
 from bpk.jacobians.core.numeric import wide
 from bpk.jacobians.core.side_by_side import as_rows
 from bpk.operators.data import Loader, Problem
+from bpk.operators.forward import ForwardOf
 from bpk.operators.linear import SymmetricOperator
 from bpk.utils.damped import DampedInverse, positive_damping, split_damping
 from bpk.utils.kroneckers import inv_kfac_mat_prod, kfac_mat_prod, reordered
@@ -49,6 +52,9 @@ class KFAC(BlockDiagonal):
         approximation: `"default"`, `"expand"` or `"reduce"`, see `bpk.extensions.KFAC`.
         check_deterministic: As for `GGN`.
         diagonal_above: Factors with more rows than this are their diagonals (sparse), see `bpk.extensions.HBP`.
+        forward: As for `GGN`.
+        samples: `samples(batch)` says of which samples the rows of the loss are, where that is not plain, see
+            `bpk.backpack`: `A` is a mean over samples.
 
     Attributes:
         factors: `[G, A]` or `[G]` by parameter; those that the loss does not depend on have none, and a block of zeros.
@@ -72,14 +78,18 @@ class KFAC(BlockDiagonal):
         approximation: str = "default",
         check_deterministic: bool = True,
         diagonal_above: int | None = None,
+        forward: ForwardOf | None = None,
+        samples: SamplesOf | None = None,
     ) -> None:
-        problem = Problem(model, loss_fn, loader, "KFAC", check_deterministic)
+        problem = Problem(model, loss_fn, loader, "KFAC", check_deterministic, forward)
         exact = mc_samples is None
         extension = kfac_or_kflr(mc_samples, approximation, diagonal_above)
         orders = extension.orders = {}
         batches = list(problem.batches()) if problem.single else problem.loader
         divisor = (lambda batch: 1.0) if problem.single else None  # any number: there is nothing to weigh
-        found = accumulate(model, loss_fn, batches, extension, device=problem.device, divisor=divisor)
+        step = None if forward is None else (lambda model, loss_fn, batch: loss_fn(*problem.forward(batch)))
+        options: dict[str, Any] = {"step": step, "divisor": divisor, "samples": samples, "device": problem.device}
+        found = accumulate(model, loss_fn, batches, extension, **options)
         if are_there():
             share_orders(orders, problem.params)
         self.params = {name: p.detach() for name, p in problem.params.items()}

@@ -70,7 +70,11 @@ class LossAt:
             root = as_rows(self.rule.sqrt_hessian_sampled(self.call, mc_samples), 2)
         return torch.einsum("mnd,mne,kne->knd", root, root, as_rows(mats, 2)).reshape(mats.shape)
 
-    def empirical(self, mats: Tensor) -> Tensor:
-        """`g_n g_n^T m_nk`, with the gradient `g_n` of every row of the prediction."""
+    def empirical(self, mats: Tensor, samples: Tensor | None = None) -> Tensor:
+        """`g_n g_n^T m_n`, with the gradient `g_n` of every row, or of all rows of a sample (the `samples` `[N]`)."""
         gradient, flat = as_rows(self.gradient), as_rows(mats, 2)
-        return (torch.einsum("nd,knd->kn", gradient, flat)[..., None] * gradient).reshape(mats.shape)
+        along = torch.einsum("nd,knd->kn", gradient, flat)
+        if samples is not None:
+            rows, sums = samples.to(mats.device), along.new_zeros(len(along), int(samples.max()) + 1)
+            along = sums.index_add_(1, rows, along)[:, rows]
+        return (along[..., None] * gradient).reshape(mats.shape)

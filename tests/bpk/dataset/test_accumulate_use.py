@@ -75,7 +75,8 @@ class Encoding(UserDict[str, Tensor]):
         return self.__dict__["data"][name]
 
     def to(self, device: torch.device) -> Encoding:
-        return Encoding({key: x.to(device) for key, x in self.data.items()})
+        self.data = {key: x.to(device) for key, x in self.data.items()}
+        return self
 
 
 @pytest.mark.processor("they are moved, or arrays of numpy")
@@ -96,6 +97,27 @@ def test_batches_that_know_how_they_are_moved() -> None:
     pair = Pair(torch.zeros(2), {"y": torch.ones(2)})
     there = moved(pair, torch.device("meta"))
     assert there.x.is_meta and there.rest["y"].is_meta and not pair.x.is_meta
+    there = moved(batches[0], torch.device("meta"))
+    assert isinstance(there, Encoding) and there.x.is_meta and not batches[0].x.is_meta  # though it moves itself
+
+
+class Noted(Tensor):
+    """Knows whether it was to be moved while others go on."""
+
+    asked: list[bool]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:  # type: ignore[override]
+        self.asked.append(non_blocking)
+        return self
+
+
+def test_what_comes_to_the_processor_is_there() -> None:
+    """Torch copies it into pinned memory, and would return before it is."""
+    x = torch.zeros(2).as_subclass(Noted)
+    x.asked = []
+    for device in ("cpu", "meta"):
+        moved(x, torch.device(device))
+    assert x.asked == [False, True]
 
 
 class Names(list[Any]):
