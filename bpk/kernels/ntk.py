@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import value_error
-from bpk.kernels.passes import Inputs, Joined, OfRoot, of_outputs, outputs_of, require_tensors
-
-Batch = tuple[Tensor, ...]
+from bpk.kernels.batch import Batch, Inputs, OutputsOf
+from bpk.kernels.passes import Joined, OfRoot, of_outputs
 
 KINDS = ("full", "diagonal", "trace")
 FIELD = "_bpk_ntk"
 
 
 @torch.inference_mode(False)  # the Jacobian needs a graph
-def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "full") -> Tensor:
+def ntk(
+    model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "full", forward: OutputsOf | None = None
+) -> Tensor:
     """The empirical neural tangent kernel `K[n, m] = J(x1_n) J(x2_m)^T`, with the Jacobian in all trained parameters.
 
     One forward pass over both batches, then the columns of all outputs go back once. At each layer their inner products
@@ -29,9 +30,11 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
 
     Args:
         model: The model; samples must not mix (`eval()` for BatchNorm). Outputs `[N, *c]` have `C` numbers per sample.
-        x1: A batch `[N1, ...]`, or a tuple of the arguments of `forward`, each with the batch axis in front.
+        x1: A batch `[N1, ...]`, a tuple of the arguments of the model's `forward`, or what the argument `forward`
+            takes; tensors have the batch axis in front.
         x2: Another batch `[N2, ...]`; `x1` itself by default.
         kind: `"full"`, `"diagonal"` (each output with itself), or `"trace"` (the sum of these).
+        forward: `forward(model, x)` gives the outputs, one tensor, of models that return others or take no tensors.
 
     Returns:
         `[N1, N2, C, C]`, `[N1, N2, C]` or `[N1, N2]`.
@@ -46,17 +49,17 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}.")
-    require_tensors("ntk", x1=x1, x2=x1 if x2 is None else x2)
-    first = x1 if isinstance(x1, tuple) else (x1,)
-    second = None if x2 is None else x2 if isinstance(x2, tuple) else (x2,)
-    if second is not None and [x.dtype for x in first] != [x.dtype for x in second]:
-        kinds = " and ".join(str([str(x.dtype).removeprefix("torch.") for x in batch]) for batch in (first, second))
+    first = Batch.of("ntk", "x1", x1, forward)
+    second = None if x2 is None else Batch.of("ntk", "x2", x2, forward)
+    if second is not None and [x.dtype for x in first.tensors] != [x.dtype for x in second.tensors]:
+        both = (first.tensors, second.tensors)
+        kinds = " and ".join(str([str(x.dtype).removeprefix("torch.") for x in tensors]) for tensors in both)
         raise value_error(
             f"ntk(...) got x1 and x2 of different types: {kinds}.",
             "both go through the same model.",
             "convert one of them, as x2.to(x1.dtype), and pass as many tensors for both.",
         )
-    if second is None or [x.shape[1:] for x in first] == [x.shape[1:] for x in second]:
+    if second is None or first.is_like(second):
         found = of_one_form(model, first, second, kind)
     else:
         found = one_after_the_other(model, first, second, kind)
@@ -67,15 +70,15 @@ def ntk(model: nn.Module, x1: Inputs, x2: Inputs | None = None, kind: str = "ful
 
 def of_one_form(model: nn.Module, first: Batch, second: Batch | None, kind: str) -> Tensor:
     """Both batches go through the model as one."""
-    split = None if second is None else len(first[0])
-    both = first if second is None else tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
+    split = None if second is None else len(first)
+    both = first if second is None else first.and_then(second)
 
     def value(uses: Uses) -> Tensor:
         found = uses.gram(split, aligned=kind != "full")
         return found.sum(0) if kind == "trace" else found
 
     extension = OfRoot(FIELD, value) if kind == "full" else Joined(FIELD, value, adds=kind == "trace")
-    kernel = of_outputs(model, outputs_of(model, both), extension)[FIELD]
+    kernel = of_outputs(model, both.outputs(model), extension)[FIELD]
     if second is not None:
         require_all_samples(model, [kernel.shape[1 if kind == "full" else -2], kernel.shape[-1]], [first, second])
     return kernel
@@ -83,7 +86,7 @@ def of_one_form(model: nn.Module, first: Batch, second: Batch | None, kind: str)
 
 def require_all_samples(model: nn.Module, found: list[int], batches: list[Batch]) -> None:
     """Refuse a model whose outputs have other samples than both batches: they cannot be told apart any more."""
-    given = [len(batch[0]) for batch in batches]
+    given = [len(batch) for batch in batches]
     if found != given:
         raise value_error(
             f"{type(model).__name__} was given {sum(given)} rows, of x1 and x2, and its outputs are of {sum(found)}.",
@@ -96,7 +99,7 @@ def require_all_samples(model: nn.Module, found: list[int], batches: list[Batch]
 def one_after_the_other(model: nn.Module, first: Batch, second: Batch, kind: str) -> Tensor:
     """Each batch goes through the model by itself; the Jacobian of the first one is kept until then."""
     kept: dict[int, list[Tensor]] = {}
-    outputs = outputs_of(model, first)
+    outputs = first.outputs(model)
     shape = outputs.shape
 
     def keep(uses: Uses) -> Tensor:
@@ -104,7 +107,7 @@ def one_after_the_other(model: nn.Module, first: Batch, second: Batch, kind: str
         return uses.param.new_zeros(())
 
     of_outputs(model, outputs, OfRoot(FIELD, keep))
-    outputs = outputs_of(model, second)
+    outputs = second.outputs(model)
     if kind != "full" and outputs.shape[1:] != shape[1:]:
         raise value_error(
             f"The outputs of x1 and x2 have the shapes {list(shape[1:])} and {list(outputs.shape[1:])} per sample.",

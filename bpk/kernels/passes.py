@@ -14,14 +14,12 @@ from bpk.extensions.firstorder.base import GradientExtension
 from bpk.extensions.secondorder.base import SquareRootExtension
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import value_error
-from bpk.jacobians.core.numeric import tracked
 from bpk.kernels.summed import Summed
 from bpk.recording.activations import forget
 from bpk.recording.membership import parts_of
 from bpk.sweeps.starts.square_root import WeightedRoot
 from bpk.sweeps.sweep import Sweep
 
-Inputs = Tensor | tuple[Tensor, ...]
 Compute = Callable[[Uses], Tensor]
 
 
@@ -102,18 +100,6 @@ def half_squared_error(model: nn.Module) -> HalfSquaredError:
     return known
 
 
-def require_tensors(function: str, **batches: object) -> None:
-    """Refuse batches that are no tensors, by the name of the argument."""
-    for name, batch in batches.items():
-        for x in batch if isinstance(batch, tuple) else (batch,):
-            if not isinstance(x, Tensor) or not x.dim():
-                raise value_error(
-                    f"{function}(...) got {type(x).__name__} as {name}.",
-                    "a batch is a tensor [N, ...], or a tuple of these, one for each argument of forward.",
-                    f"pass torch.as_tensor({name}), batch axis first.",
-                )
-
-
 def require_loss(loss: object) -> None:
     """Refuse what is no differentiable scalar."""
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -159,22 +145,6 @@ def require_all_extended(model: nn.Module, params: dict[str, Tensor]) -> None:
             "the quantity is that of all parameters that require gradients.",
             "call bpk.extend(model) before the forward pass, and requires_grad_(False) on what is to be left out.",
         )
-
-
-def outputs_of(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The model's outputs `[N, *]` with their graph."""
-    extend(model)
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    with torch.enable_grad():
-        outputs = model(*(tracked(x) if isinstance(x, Tensor) else x for x in given))
-    if not isinstance(outputs, Tensor) or outputs.dim() == 0 or not outputs.is_floating_point():
-        what = f"a tensor of {outputs.dtype}, {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs)
-        raise value_error(
-            f"{type(model).__name__} returned {what}.",
-            "the Jacobian is that of one tensor of real numbers, batch axis first.",
-            "wrap the model in a module that returns that tensor.",
-        )
-    return outputs
 
 
 def of_outputs(model: nn.Module, outputs: Tensor, *extensions: OfRoot) -> Summed:

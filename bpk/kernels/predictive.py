@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from bpk.extending import check_module
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.errors import type_error, value_error
-from bpk.kernels.passes import Inputs, OfRoot, of_outputs, outputs_of, require_tensors
+from bpk.kernels.batch import Batch, Inputs, OutputsOf
+from bpk.kernels.passes import OfRoot, of_outputs
 from bpk.kernels.posteriors import Posterior
 
 
-def predictive_covariance(model: nn.Module, x: Inputs, posterior: Posterior) -> Tensor:
+def predictive_covariance(
+    model: nn.Module, x: Inputs, posterior: Posterior, forward: OutputsOf | None = None
+) -> Tensor:
     """`J_n Sigma J_n^T` `[N, C, C]`, the covariance of the outputs of the model linearised in its parameters.
 
     The columns of all outputs go back once, as far as the posterior's parameters. At each of them the posterior's
@@ -24,8 +27,9 @@ def predictive_covariance(model: nn.Module, x: Inputs, posterior: Posterior) -> 
 
     Args:
         model: The model, whose samples must not mix; it is extended if it is not. Outputs `[N, *c]`, `C` per sample.
-        x: A batch `[N, ...]`, or a tuple of the arguments of `forward`.
+        x: A batch `[N, ...]`, a tuple of the arguments of the model's `forward`, or what the argument `forward` takes.
         posterior: `bpk.kernels.Diagonal`, `Kronecker` or `LowRank`. Of the last layer: one that names its parameters.
+        forward: `forward(model, x)` gives the outputs, one tensor, of models that return others or take no tensors.
 
     Source: Immer, Korzepa, Bauer (2021), Improving predictions of Bayesian neural nets via local linearization.
 
@@ -36,11 +40,13 @@ def predictive_covariance(model: nn.Module, x: Inputs, posterior: Posterior) -> 
     >>> bpk.predictive_covariance(model, torch.randn(6, 4), last_layer).shape
     torch.Size([6, 3, 3])
     """
-    return predicted(model, x, posterior)[1]
+    return predicted(model, x, posterior, forward)[1]
 
 
 @torch.inference_mode(False)  # the Jacobian needs a graph
-def predicted(model: nn.Module, x: Inputs, posterior: Posterior) -> tuple[Tensor, Tensor]:
+def predicted(
+    model: nn.Module, x: Inputs, posterior: Posterior, forward: OutputsOf | None = None
+) -> tuple[Tensor, Tensor]:
     """The outputs of a model, without their graph, and `predictive_covariance`."""
     if not isinstance(posterior, Posterior):
         raise type_error(
@@ -49,7 +55,7 @@ def predicted(model: nn.Module, x: Inputs, posterior: Posterior) -> tuple[Tensor
             "pass bpk.kernels.Diagonal({name: variances}), Kronecker or LowRank.",
         )
     check_module(model)
-    require_tensors("predictive_covariance", x=x)
+    batch = Batch.of("predictive_covariance", "x", x, forward)
     params = dict(model.named_parameters())
     unknown = sorted(set(posterior.names) - set(params))
     if unknown or not posterior.names:
@@ -68,7 +74,7 @@ def predicted(model: nn.Module, x: Inputs, posterior: Posterior) -> tuple[Tensor
         return OfRoot(f"_bpk_{kind}", value)
 
     with only(params, posterior.names):
-        outputs = outputs_of(model, x)
+        outputs = batch.outputs(model)
         totals = of_outputs(model, outputs, *map(statistic, kinds))
     with torch.no_grad():
         return outputs.detach(), posterior.covariance({kind: totals[f"_bpk_{kind}"] for kind in kinds})

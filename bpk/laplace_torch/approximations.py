@@ -15,6 +15,11 @@ from bpk.laplace_torch.backends import GGN, no_factors
 from bpk.laplace_torch.posterior import posterior_of
 
 
+def given_as_it_is(model: nn.Module, x: Any) -> Any:
+    """How laplace-torch calls a model: also with a mapping, which is one argument."""
+    return model(x)
+
+
 class WithoutJacobians(laplace.ParametricLaplace):
     """The covariance of outputs by `bpk.predictive_covariance`: `[N, C, P]` is never formed.
 
@@ -33,7 +38,9 @@ class WithoutJacobians(laplace.ParametricLaplace):
         if joint or self.enable_backprop:
             return super()._glm_predictive_distribution(X, joint, diagonal_output)
         with torch.enable_grad():
-            f, covariance = predicted(self.model, X, posterior_of(self))
+            f, covariance = predicted(
+                self.model, X, posterior_of(self), lambda model, x: model(x)
+            )  # `X` may be a mapping
         return f, covariance.diagonal(dim1=1, dim2=2) if diagonal_output else covariance
 
 
