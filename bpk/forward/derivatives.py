@@ -17,7 +17,9 @@ from bpk.jacobians.core.errors import UnsupportedLayer, value_error
 from bpk.jacobians.core.products import add_up
 from bpk.jacobians.core.random_state import RandomState
 from bpk.jacobians.core.series import Collapse, Series
+from bpk.recording import engine
 from bpk.recording.context.state import CTX
+from bpk.recording.data import GIVEN, Given
 from bpk.recording.membership import MARK
 
 
@@ -142,6 +144,8 @@ def propagate(
     if not isinstance(result, Carrier) or is_constant(result.series):
         return Series(values(result), (None,) * len(terms), collapse)
     found = result.series
+    if shares:
+        note_given(found, x)
     if by_sample and (not found.value.dim() or len(found.value) != len(x)):
         why = f"its output has the shape {list(found.value.shape)}, and its input {len(x)} samples."
         raise UnsupportedLayer(refusal(type(model).__name__, why))
@@ -149,6 +153,16 @@ def propagate(
         with before.again():
             require_apart(model, x)
     return found
+
+
+def note_given(found: Series, x: Tensor) -> None:
+    """Leave the shape of `x` on the nodes of an extended model's coefficients, as its hooks do on those of results.
+
+    Where functions use all parameters (a weight norm on every layer), nothing else tells that the model was extended.
+    """
+    nodes = [c.grad_fn for c in (found.value, *found.terms) if c is not None and c.grad_fn is not None]
+    for node in nodes:
+        engine.belongings(node)[GIVEN] = Given([x.shape])
 
 
 def require_apart(model: nn.Module, x: Tensor) -> None:

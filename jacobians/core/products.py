@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import reduce
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bpk.jacobians.core.call import Call, Wrt
@@ -49,4 +49,9 @@ class Differentiable(Protocol):
 
 def add_up(parts: Iterable[Tensor]) -> Tensor:
     """The sum of at least one tensor."""
-    return reduce(operator.add, parts)
+    return reduce(plus, parts)
+
+
+def plus(x: Tensor, y: Tensor) -> Tensor:
+    """Their sum. Torch has none of sparse matrices in float16 on processors."""
+    return (x.float() + y.float()).half() if x.is_sparse and x.dtype == torch.float16 else x + y

@@ -121,6 +121,20 @@ def test_a_table_tied_to_the_head() -> None:
     assert of_words.is_sparse and not of_features.is_sparse
 
 
+@pytest.mark.parametrize("kind", ["tied", "twice"])
+def test_in_half_precision(kind: str) -> None:
+    """Where sparse factors add up, of which torch has no sum in float16 on processors."""
+    x, y = words()
+    factors = {}
+    for dtype in (torch.float64, torch.float16):
+        torch.manual_seed(0)
+        model = bpk.extend(Language(**{kind: True}).to(dtype))
+        backward(model, bpk.extend(nn.CrossEntropyLoss()), x, y, E.KFLR(diagonal_above=ABOVE))
+        factors[dtype] = [factor.to_dense().double() for factor in model.head.weight.kflr]
+    for half, exact in zip(factors[torch.float16], factors[torch.float64], strict=True):
+        torch.testing.assert_close(half, exact, rtol=0.05, atol=0.02 * float(exact.abs().max()))
+
+
 def test_nothing_of_the_dense_factor_stays() -> None:
     """Also where the loss gives the factor of the last layer as a whole."""
     model, x, y = MODELS["last layer"]()

@@ -63,6 +63,28 @@ def test_first_and_second_order_of_a_residual_loss() -> None:
         assert torch.allclose(p.variance, gradients.var(0, correction=0), rtol=1e-8, atol=1e-16)
 
 
+@pytest.mark.parametrize("kind", ["weight norm", "convolutions"])
+def test_models_all_of_whose_parameters_functions_use(kind: str) -> None:
+    """No layer is recorded then: what the model was given tells that it was extended."""
+    if kind == "convolutions":
+        layers: list[nn.Module] = [nn.Unflatten(1, (1, D)), nn.Conv1d(1, 3, 2), nn.Tanh(), nn.Conv1d(3, 2, 2)]
+        model = nn.Sequential(*layers, nn.Flatten()).double()
+    else:
+        first, last = (nn.utils.parametrizations.weight_norm(layer) for layer in (nn.Linear(D, 5), nn.Linear(5, 2)))
+        model = nn.Sequential(first, nn.Tanh(), last).double()
+    bpk.extend(model)
+    x, y = torch.rand(N, D).double(), torch.randn(N, 2).double()
+    params, loss_fn = list(model.parameters()), bpk.extend(nn.MSELoss())
+    expected = nested(model, x)
+    each = rows_of(nn.functional.mse_loss(expected, y, reduction="none").mean(1) / N, params)
+    with bpk.backpack(BatchGrad(), DiagGGNExact()):
+        loss_fn(bpk.laplacian(model, x), y).backward()
+    for p, row, gradients in zip(params, rows_of(expected, params), each, strict=True):
+        # a bias behind all curvature takes no part
+        torch.testing.assert_close(getattr(p, "grad_batch", torch.zeros_like(gradients)), gradients)
+        torch.testing.assert_close(getattr(p, "diag_ggn_exact", torch.zeros_like(p)), row.square().sum(0) / N)
+
+
 def by_hand(model: nn.Sequential, x: Tensor) -> tuple[Tensor, dict[nn.Module, tuple[Tensor, Tensor]]]:
     """The forward Laplacian of linear layers and tanh: values, `D` derivatives and the Laplacian `[N, S, F]`.
 
