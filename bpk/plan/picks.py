@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from bpk.plan.arguments import Dependence, Parts, argument_shape, argument_shapes, narrowed, rearranged
 from bpk.plan.repeated import compact
 from bpk.recording import engine
-from bpk.recording.graph.kept import kept_by
+from bpk.recording.graph.kept import in_own_pass, kept_by
 from bpk.recording.graph.nodes import signed
 
 MASKS = (torch.bool, torch.uint8)
@@ -108,9 +108,10 @@ def assigned(node: Node, outs: Sequence[Tensor]) -> Parts:
     """Of a function in place of a part of a tensor (`x[:, t] = y`): ask it, whatever the function is.
 
     One that cannot be asked is not known. Others may multiply: what is then not of one sample is told by the numbers.
+    What it keeps may be a checkpoint's, and cannot be seen.
     """
     try:
-        found = rearranged(node, outs)
+        found = in_own_pass(lambda: rearranged(node, outs))
     except RuntimeError:  # it keeps tensors in another precision
         return [None] * len(node.next_functions)
     shapes = argument_shapes(node)  # what was assigned may have been broadcast, which the engine would add up

@@ -341,3 +341,36 @@ def test_a_layer_that_says_that_it_works_in_place() -> None:
     for p, g in zip(params, expected, strict=True):
         torch.testing.assert_close(p.grad, g)
         torch.testing.assert_close(p.grad_batch.sum(0), g)
+
+
+class InACheckpoint(nn.Module):
+    """Steps in front, and all but the first are multiplied in place: by tensors that the checkpoint has, not the node.
+
+    Where samples are is asked of the function in place, which has to give out what the pass needs once more.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def part(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x)).transpose(0, 1).clone()
+        h[1:] *= torch.sigmoid(h[:-1])
+        return h.transpose(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.part, x, use_reentrant=False)).flatten(0, 1)
+
+
+def test_slices_that_are_changed_in_a_checkpoint() -> None:
+    """It was an error of torch's about tensors that a checkpoint had given out before."""
+    torch.manual_seed(0)
+    model, loss_fn = bpk.extend(InACheckpoint().double()), bpk.extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 5, 3).double(), torch.randint(2, (20,))
+    for _ in range(2):
+        with bpk.backpack(E.BatchGrad(), E.DiagGGNExact()):
+            loss_fn(model(x), y).backward()
+    for p in model.parameters():
+        for n in range(4):
+            alone = F.cross_entropy(model(x[n : n + 1]), y[5 * n : 5 * n + 5], reduction="sum") / 20
+            torch.testing.assert_close(p.grad_batch[n], torch.autograd.grad(alone, p)[0])
