@@ -27,12 +27,12 @@ def kept_by(node: Node, *names: str) -> list[Any]:
 
 
 def in_own_pass(ask: Callable[[], list[T]]) -> list[T]:
-    """What a function finds that reads what nodes keep, or runs them."""
+    """What a function finds that reads what nodes keep, or runs them: all nodes are evaluated in such a pass."""
     found = list[T]()
     with torch.enable_grad():
         start = torch.zeros((), requires_grad=True, device="cpu")
         end = start.clone()
     end.register_hook(lambda grad: found.extend(ask()))
     with CTX.aloud():  # what runs again saves what it has saved before, for recorded calls, too
-        torch.autograd.grad(end, start)
+        end.backward()
     return found
