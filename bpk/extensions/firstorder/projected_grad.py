@@ -45,14 +45,14 @@ class Projecting:
             return (left @ gradients.unflatten(-1, (shape[0], shape[1:].numel())) @ right.T).flatten(-2)
         start, found = 0, list[Tensor]()
         for _, rows in self.matrix(shape, gradients):
-            flat = rows.flatten(1)
+            flat = rows.reshape(len(rows), -1)
             found = [add_up([*found, gradients[..., start : start + flat.shape[1]] @ flat.T])]
             start += flat.shape[1]
         return found[0]
 
     def whole(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """`R` `[k, P]` for the entries of a parameter of this shape."""
-        return torch.cat([rows.flatten(1) for _, rows in self.matrix(shape, like)], 1)
+        return torch.cat([rows.reshape(len(rows), -1) for _, rows in self.matrix(shape, like)], 1)
 
     def matrix(self, shape: Sequence[int], like: Tensor) -> Iterable[Block]:
         """The same in blocks `[k, ...]` of some indices of the first axis."""

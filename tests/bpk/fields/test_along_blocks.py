@@ -54,6 +54,17 @@ class Scaled(nn.Module):
         return self.layer(x[:, :, None] * self.scale).flatten(1)
 
 
+class OneNumber(nn.Module):
+    """A parameter without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(x * self.scale))
+
+
 def words() -> Tensor:
     return torch.randint(V, (4, T))
 
@@ -73,6 +84,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "embedding": (lambda: nn.Sequential(nn.Embedding(V, 6), nn.Flatten(), nn.Linear(6 * T, 4)), words),
     "recurrent": (lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True), numbers(T, 3)),
     "twice": (Twice, numbers(6)),
+    "a number": (OneNumber, numbers(6)),
     "words": (Words, words),
 }
 
@@ -101,10 +113,21 @@ def test_blocks_give_what_the_whole_matrix_gives(name: str, piece: int, monkeypa
         for key, p in model.named_parameters():
             blocks = list(projections.blocks_of_matrix("rademacher", 3, p.shape, 5, p.detach()))
             assert len(blocks) > 1 or 3 * p.numel() <= piece
-            whole = torch.cat([rows for _, rows in blocks], 1).flatten(1)
-            torch.testing.assert_close(p.projected_grad, p.grad_batch.flatten(1) @ whole.T, msg=lambda m, k=key: k + m)
+            whole = torch.cat([rows.reshape(3, -1) for _, rows in blocks], 1)
+            expected = p.grad_batch.reshape(len(x), -1) @ whole.T
+            torch.testing.assert_close(p.projected_grad, expected, msg=lambda m, k=key: k + m)
+            torch.testing.assert_close(ProjectedGrad(3, "rademacher", 5).whole(p.shape, p.detach()), whole)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_verification_knows_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projections, "PIECE", 40)
+    torch.manual_seed(0)
+    for kind in projections.KINDS:
+        x, y = torch.randn(4, 6), torch.randn(4, 6)
+        report = bpk.verify(OneNumber(), nn.MSELoss(), x, y, ProjectedGrad(k=4, kind=kind), raise_on_error=True)
+        assert report.ok
 
 
 def test_rows_are_not_built_whole(monkeypatch: pytest.MonkeyPatch) -> None:
