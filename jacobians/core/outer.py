@@ -231,8 +231,11 @@ def along(outer: Outer, directions: Tensor) -> Tensor:
             if by_rows:
                 total[:, part] += linear(outer.rows(part, g).flatten(2), d.flatten(1)).transpose(0, 1)
                 continue
-            a = wide(outer.patches(part)[:, g])  # [B, I, T]
-            seen = linear(a.mT.flatten(0, 1), d.flatten(0, 1)).view(len(a), t, k, o)
+            a, both = wide(outer.patches(part)[:, g]), d.flatten(0, 1)  # [B, I, T], [K O, I]
+            if t == 1:  # one product for all samples, which reads the directions once
+                seen = linear(a[..., 0], both).view(len(a), k, o)
+            else:
+                seen = torch.matmul(both, a).view(len(a), k, o * t)
             m = wide(outer.columns[:, part, g]).transpose(0, 1).flatten(2)  # [B, V, O T]
-            total[:, part] += times(m, seen.permute(0, 3, 1, 2).flatten(1, 2)).transpose(0, 1)
+            total[:, part] += times(m, seen.mT).transpose(0, 1)
     return total
