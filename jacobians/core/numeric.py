@@ -159,6 +159,20 @@ def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+FEW_COLUMNS = 8
+"""Up to how many columns torch takes one matrix after the other where a single one is multiplied with many."""
+
+
+def times_each(matrix: Tensor, many: Tensor) -> Tensor:
+    """`[V, G, O, I]` times `[N, G, I, T]`, each with each: `[V, N, G, O, T]`.
+
+    Of few columns, all are those of one product: torch would read the matrix once for each of the `N`.
+    """
+    if many.shape[-1] > FEW_COLUMNS:
+        return torch.matmul(matrix[:, None], many)
+    return torch.einsum("vgoi,ngit->vngot", matrix, many)
+
+
 def sum_of_squares(m: Tensor, weights: Tensor | None) -> Tensor:
     """`sum_v w_vn m_vn^2` of columns `[V, N, ...]`: `[N, ...]`. Large ones are not all squared at once."""
     columns = m.shape[0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bpk.jacobians.core import gemm
-from bpk.jacobians.core.numeric import cancel, is_differentiated, linear, products, wide
+from bpk.jacobians.core.numeric import cancel, is_differentiated, linear, products, times_each, wide
 from bpk.jacobians.core.side_by_side import concatenated
 
 ROOM = 1 << 22
@@ -58,8 +58,8 @@ class Outer:
         columns = columns.reshape(v, n, 1, len(left), g * t)
 
         def patches(samples: Some) -> Tensor:
-            a = wide(self.patches(samples))
-            return torch.matmul(right.to(a.dtype), a).transpose(1, 2).reshape(len(a), 1, len(right), g * t)
+            a = wide(self.patches(samples)).transpose(1, 2).flatten(2)[:, None]
+            return times_each(right.to(a.dtype)[None, None], a)[0]
 
         return replace(self, columns=columns, patches=patches, width=len(right))
 
@@ -231,11 +231,8 @@ def along(outer: Outer, directions: Tensor) -> Tensor:
             if by_rows:
                 total[:, part] += linear(outer.rows(part, g).flatten(2), d.flatten(1)).transpose(0, 1)
                 continue
-            a, both = wide(outer.patches(part)[:, g]), d.flatten(0, 1)  # [B, I, T], [K O, I]
-            if t == 1:  # one product for all samples, which reads the directions once
-                seen = linear(a[..., 0], both).view(len(a), k, o)
-            else:
-                seen = torch.matmul(both, a).view(len(a), k, o * t)
+            a = wide(outer.patches(part)[:, g, None])  # [B, 1, I, T]
+            seen = times_each(d.flatten(0, 1)[None, None], a).reshape(len(a), k, o * t)
             m = wide(outer.columns[:, part, g]).transpose(0, 1).flatten(2)  # [B, V, O T]
             total[:, part] += times(m, seen.mT).transpose(0, 1)
     return total

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bpk.jacobians.core import gemm
 from bpk.jacobians.core.call import Call, Wrt
+from bpk.jacobians.core.numeric import times_each
 from bpk.jacobians.families.linear_in_each import LinearInEach
 
 
@@ -56,7 +57,7 @@ class WeightTimesPatches(LinearInEach):
     # ---- what follows ----------------------------------------------------------------------------
     def weight_product(self, call: Call, mat: Tensor) -> Tensor:
         """`[V, *p] -> [V, N, *out]`."""
-        return self.as_output(call, torch.matmul(self.as_matrix(call, mat)[:, None], self.patches(call)))
+        return self.as_output(call, times_each(self.as_matrix(call, mat), self.patches(call)))
 
     def weight_adjoint(self, call: Call, mat: Tensor) -> Tensor:
         """`[V, N, *out] -> [V, *p]`, summed over samples."""
