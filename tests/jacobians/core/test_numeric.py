@@ -61,3 +61,20 @@ def test_numbers_are_finite(entry: float) -> None:
     assert numeric.is_finite(x) is bool(x.isfinite().all())
     both = torch.tensor([entry, -entry])
     assert numeric.is_finite(both) is bool(both.isfinite().all())
+
+
+@pytest.mark.parametrize("columns", [0, 1, numeric.FEW_COLUMNS, numeric.FEW_COLUMNS + 1])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_matrix_times_many(columns: int, groups: int) -> None:
+    """Few columns go another way than many; both have derivatives."""
+    torch.manual_seed(0)
+    matrix = torch.randn(2, groups, 4, 5, dtype=torch.float64, requires_grad=True)
+    many = torch.randn(6, groups, 5, columns, dtype=torch.float64, requires_grad=True)
+    found = numeric.times_each(matrix, many)
+    assert found.shape == (2, 6, groups, 4, columns)
+    for v in range(2):
+        for n in range(6):
+            torch.testing.assert_close(found[v, n], matrix[v] @ many[n])
+    ours = torch.autograd.grad(found.sin().sum(), [matrix, many])
+    theirs = torch.autograd.grad((matrix[:, None] @ many).sin().sum(), [matrix, many])
+    torch.testing.assert_close(ours, theirs)
