@@ -124,7 +124,7 @@ OPERATORS: dict[str, tuple[Callable[[], Any], str]] = {
     "no loader": (lambda: operators.Fisher(MODEL, LOSS, None), "NoneType as loader"),  # type: ignore[arg-type]
     "a tuple": (
         lambda: operators.Jacobian(nn.LSTM(5, 3), None, batches(), check_deterministic=False),
-        r"a model that returns tuple\.(?s:.*)wrap it",
+        r"a model that returns tuple\.(?s:.*)forward=",
     ),
     "a number": (
         lambda: operators.GGN(Sum(), MSE, of_numbers()[0]) @ torch.ones(5),
