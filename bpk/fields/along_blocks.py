@@ -6,7 +6,7 @@ each number of a direction read once for many samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,23 +23,28 @@ from bpk.utils.projections import Block
 
 def along_blocks(uses: Products, blocks: Iterable[Block]) -> Tensor:
     """`<rows_vn, d_k>` `[V, n, K]`, for directions `d` `[K, *p]` that come in blocks."""
-    param, found = uses.param, list[Tensor]()
-    rest, placed = param[:1].numel() if param.dim() else 1, list[Placed | None]()
+    placed: Sequence[Placed] | None = None
+    found = list[Tensor]()
     for some, directions in blocks:
-        if directions[0].numel() == param.numel():
+        if directions[0].numel() == uses.param.numel():
             return uses.along(directions)
-        placed = placed or [Placed.of(part, param) for part in uses.outers]
-        known = [part for part in placed if part is not None]
+        placed = all_placed(uses) if placed is None else placed
         flat = wide(directions).flatten(1)
-        if known and len(known) == len(placed):
-            pieces = [piece for part in known for piece in part.pieces(some, flat)]
-            found += [outer.along(piece, here) for piece, here in pieces]
-        else:
+        found += [outer.along(piece, here) for part in placed for piece, here in part.pieces(some, flat)]
+        if not placed:
+            rest = uses.param[0].numel()
             at = slice(some.start * rest, some.stop * rest)
             lines = [outer.times(rows[..., at].transpose(0, 1), flat.T) for rows in uses.pieces()]
             found.append(concatenated(lines, 0).transpose(0, 1))
         found = [add_up(found)]
     return found[0]
+
+
+def all_placed(uses: Products) -> Sequence[Placed]:
+    """Rows as outer products with known places; nothing where they are none, or some places are not known."""
+    placed = [Placed.of(part, uses.param) for part in uses.outers]
+    known = [part for part in placed if part is not None]
+    return known if len(known) == len(placed) else ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Placed:
     def of(cls, part: Outer, param: Tensor) -> Placed | None:
         """`None`: neither does."""
         numbers = torch.arange(param.numel(), dtype=torch.int32, device=param.device).view(param.shape)
-        rest, places = param[:1].numel(), part.matrix(numbers).flatten(-3, -2)
+        rest, places = param[0].numel(), part.matrix(numbers).flatten(-3, -2)
         index, inner = places // rest, places % rest
         if torch.equal(index, index[:, :1].expand_as(index)):
             return cls(part, False, index[:, 0], inner, rest)

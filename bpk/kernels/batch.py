@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bpk.extending import extend
 from bpk.jacobians.core.errors import value_error
 from bpk.jacobians.core.nested import mapped, tensors_in
-from bpk.jacobians.core.numeric import tracked
+from bpk.operators.forward import example, fresh
 
 Inputs = Any
 """A batch `[N, ...]`, a tuple of the arguments of a model's forward pass, or what `forward=` takes."""
@@ -20,7 +20,8 @@ Inputs = Any
 OutputsOf = Callable[[nn.Module, Any], Tensor]
 """`forward(model, batch)` gives the outputs of a batch, one tensor."""
 
-EXAMPLE = "forward=lambda model, batch: model(**batch).logits, or what your model and batches need"
+EXAMPLE = example(needs_targets=False)
+"""What a user may write."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,17 @@ class Batch:
     def outputs(self, model: nn.Module) -> Tensor:
         """The model's outputs `[N, *]` with their graph."""
         extend(model)
-        given = mapped(self.given, lambda x: tracked(x) if isinstance(x, Tensor) else x)
+        given = fresh(self.given)
         with torch.enable_grad():
             if self.forward is not None:
                 outputs = self.forward(model, given)
             else:
                 outputs = model(*given) if isinstance(given, tuple) else model(given)
         if not isinstance(outputs, Tensor) or outputs.dim() == 0 or not outputs.is_floating_point():
-            what = (
-                f"a tensor of {outputs.dtype}, {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs)
-            )
+            who = type(model).__name__ if self.forward is None else "The function forward="
+            what = f"{outputs.dtype}, {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs)
             raise value_error(
-                f"{type(model).__name__ if self.forward is None else 'The function forward='} returned {what}.",
+                f"{who} returned {'a tensor of ' if isinstance(outputs, Tensor) else ''}{what}.",
                 "the Jacobian is that of one tensor of real numbers, batch axis first.",
                 f"pass {EXAMPLE}.",
             )

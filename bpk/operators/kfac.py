@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +87,9 @@ class KFAC(BlockDiagonal):
         batches = list(problem.batches()) if problem.single else problem.loader
         divisor = (lambda batch: 1.0) if problem.single else None  # any number: there is nothing to weigh
         step = None if forward is None else (lambda model, loss_fn, batch: loss_fn(*problem.forward(batch)))
-        options: dict[str, Any] = {"step": step, "divisor": divisor, "samples": samples, "device": problem.device}
-        found = accumulate(model, loss_fn, batches, extension, **options)
+        found = accumulate(
+            model, loss_fn, batches, extension, step=step, divisor=divisor, samples=samples, device=problem.device
+        )
         if are_there():
             share_orders(orders, problem.params)
         self.params = {name: p.detach() for name, p in problem.params.items()}

@@ -14,6 +14,7 @@ from bpk.extensions.over_batches import Rows
 from bpk.fields.along_blocks import along_blocks
 from bpk.fields.statistics import Uses
 from bpk.jacobians.core.products import add_up
+from bpk.jacobians.core.side_by_side import as_rows
 from bpk.utils.projections import Block, Matrices, sides
 
 
@@ -43,16 +44,13 @@ class Projecting:
         if self.kind == "factored" and len(shape) > 1:
             left, right = self.factors(shape, gradients)
             return (left @ gradients.unflatten(-1, (shape[0], shape[1:].numel())) @ right.T).flatten(-2)
-        start, found = 0, list[Tensor]()
-        for _, rows in self.matrix(shape, gradients):
-            flat = rows.reshape(len(rows), -1)
-            found = [add_up([*found, gradients[..., start : start + flat.shape[1]] @ flat.T])]
-            start += flat.shape[1]
-        return found[0]
+        rest = shape[1:].numel()
+        blocks = self.matrix(shape, gradients)
+        return add_up(gradients[..., some.start * rest : some.stop * rest] @ as_rows(rows).T for some, rows in blocks)
 
     def whole(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """`R` `[k, P]` for the entries of a parameter of this shape."""
-        return torch.cat([rows.reshape(len(rows), -1) for _, rows in self.matrix(shape, like)], 1)
+        return torch.cat([as_rows(rows) for _, rows in self.matrix(shape, like)], 1)
 
     def matrix(self, shape: Sequence[int], like: Tensor) -> Iterable[Block]:
         """The same in blocks `[k, ...]` of some indices of the first axis."""

@@ -158,24 +158,25 @@ def test_tokens_have_the_same_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(model.weight.projected_grad, model.weight.projected_grad_token.sum(1))
 
 
-def test_gradients_of_projections() -> None:
+@pytest.mark.parametrize("piece", [projections.PIECE, 40])
+def test_gradients_of_projections(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `create_graph`, as of rows."""
+    monkeypatch.setattr(projections, "PIECE", piece)
     torch.manual_seed(0)
     model, loss_fn = bpk.extend(nn.Linear(6, 7)).double(), bpk.extend(nn.CrossEntropyLoss())
-    x, y, found = torch.randn(4, 6).double(), torch.randint(7, (4,)), []
-    projections_piece = projections.PIECE
-    for piece in (projections_piece, 40):
-        projections.PIECE = piece
-        try:
-            with bpk.backpack(BatchGrad(), ProjectedGrad(k=3)):
-                loss_fn(model(x), y).backward(create_graph=True)
-            blocks = list(projections.blocks_of_matrix("gaussian", 3, (7, 6), 0, model.weight.detach()))
-            whole = torch.cat([rows for _, rows in blocks], 1).flatten(1)
-            by_rows = (model.weight.grad_batch.flatten(1) @ whole.T).square().sum()
-            ours = model.weight.projected_grad.square().sum()
-            found.append(torch.autograd.grad([ours], [model.weight], retain_graph=True)[0])
-            expected = torch.autograd.grad([by_rows], [model.weight])[0]
-            torch.testing.assert_close(found[-1], expected)
-        finally:
-            projections.PIECE = projections_piece
-            model.zero_grad()
+    x, y = torch.randn(4, 6).double(), torch.randint(7, (4,))
+    with bpk.backpack(BatchGrad(), ProjectedGrad(k=3)):
+        loss_fn(model(x), y).backward(create_graph=True)
+    whole = ProjectedGrad(k=3).whole((7, 6), model.weight.detach())
+    by_rows = (model.weight.grad_batch.flatten(1) @ whole.T).square().sum()
+    ours = model.weight.projected_grad.square().sum()
+    found = torch.autograd.grad([ours], [model.weight], retain_graph=True)[0]
+    torch.testing.assert_close(found, torch.autograd.grad([by_rows], [model.weight])[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (0,), (2, 0)])
+def test_parameters_without_entries(shape: tuple[int, ...]) -> None:
+    """Their projections are zero."""
+    made, like = ProjectedGrad(k=3), torch.empty(1)
+    assert made.whole(shape, like).shape == (3, 0)
+    torch.testing.assert_close(made.of_gradients(torch.empty(5, 0), torch.Size(shape)), torch.zeros(5, 3))
